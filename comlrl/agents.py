@@ -1,0 +1,250 @@
+"""A policy: a causal language model, its tokenizer, and the log-probs of what it wrote."""
+
+import copy
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from comlrl import embedded
+
+Prompt = str | list[dict[str, str]]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL_CONFIG_KEYS = ("dtype", "torch_dtype", "attn_implementation", "model_kwargs", "special_tokens")
+
+
+class Agent:
+    """One policy of the team.
+
+    `model` holds the weights that are trained, always in fp32: bf16 weights with AdamW mostly do not move at the
+    learning rates of this field, since an update is smaller than their rounding. `compute_dtype` is what
+    forwards run in: with bfloat16 the learner uses autocast, and sampling a bf16 copy, refreshed after each step.
+    Dropout is off in every log-prob, so the model stays in eval mode for good.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        device: torch.device | str = "cpu",
+        compute_dtype: torch.dtype = torch.float32,
+    ):
+        self.name = name
+        self.device = torch.device(device)
+        self.compute_dtype = compute_dtype
+        self.model: PreTrainedModel = model.float().to(self.device).eval()  # type: ignore[arg-type]
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_token_ids(model, tokenizer)
+        self.pad_id = pad_token_id(tokenizer, self.eos_ids)
+        self.context_length = int(model.config.get_text_config().max_position_embeddings)
+        self._sampler: PreTrainedModel | None = None
+
+    def encode(self, prompt: Prompt, chat_template: str = "messages") -> list[int]:
+        """Token ids of a prompt. A string is verbatim; a message list goes through the chat template.
+
+        `chat_template`: "messages" as said; "always": a string becomes one user message; "never": a message list is
+        refused. A template that writes BOS itself gets no second one from the tokenizer.
+        """
+        if isinstance(prompt, str) and chat_template == "always":
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str):
+            ids = list(self.tokenizer(prompt)["input_ids"])
+            # A formatter may have applied a template that starts with BOS; the tokenizer then adds another.
+            bos = self.tokenizer.bos_token_id
+            if len(ids) > 1 and bos is not None and ids[0] == ids[1] == bos:
+                ids = ids[1:]
+        else:
+            if chat_template == "never":
+                raise ValueError(
+                    f"{self.name}: a formatter returned a message list but chat_template is 'never'; "
+                    "return a string, or set chat_template: messages"
+                )
+            if self.tokenizer.chat_template is None:
+                raise ValueError(
+                    f"{self.name}: a formatter returned a message list but the tokenizer has no chat template; "
+                    "return a string, or give a tokenizer with a chat_template"
+                )
+            text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids:
+            raise ValueError(f"{self.name}: a prompt of zero tokens cannot be answered; make the formatter return some text")
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a completion: special tokens (the final EOS among them) are left out."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    @property
+    def sampler(self) -> PreTrainedModel:
+        """The model that generation runs: the trained one in fp32, else a copy in the compute dtype."""
+        if self.compute_dtype == torch.float32:
+            return self.model
+        if self._sampler is None:
+            self._sampler = copy.deepcopy(self.model).to(self.compute_dtype).requires_grad_(False)  # type: ignore[arg-type]
+        return self._sampler
+
+    def weights_changed(self) -> None:
+        """Call after every optimizer step: brings the sampling copy up to date."""
+        if self._sampler is not None:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._sampler.parameters()), list(self.model.parameters()))
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32
+        )
+
+    def save(self, folder: str) -> None:
+        """An ordinary Hugging Face folder: fp32 weights, tokenizer, generation config."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def completion_logprobs(
+    model: nn.Module,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    prompt_index: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the sampled tokens, the final EOS included.
+
+    Args:
+        prompt_ids, prompt_mask: [R, P], left-padded.
+        completion_ids, completion_mask: [N, C], right-padded.
+        prompt_index: [N], which of the R prompts each completion answers.
+        temperature: of the sampling distribution; the log-prob is log_softmax(logits / temperature)[id].
+
+    Returns:
+        log-probs and entropies (nats; without gradient), both [N, C] in fp32, exactly 0 on pads.
+
+    A prompt is read once and its keys and values are shared by its completions, gradients included: K answers of a
+    prompt as long as themselves cost half. Only sampled positions go through the language-model head.
+    """
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
+    prefix = model(
+        input_ids=prompt_ids, attention_mask=prompt_mask, position_ids=positions, use_cache=True, logits_to_keep=1
+    )
+    logits = prefix.logits[:, -1:][prompt_index]
+    if completion_ids.shape[1] > 1:
+        cache = prefix.past_key_values
+        cache.batch_select_indices(prompt_index)
+        length = prompt_mask.sum(1)[prompt_index]
+        steps = torch.arange(completion_ids.shape[1] - 1, device=completion_ids.device)
+        rest = model(
+            input_ids=completion_ids[:, :-1],
+            attention_mask=torch.cat([prompt_mask[prompt_index], completion_mask[:, :-1]], dim=1),
+            position_ids=length[:, None] + steps,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits = torch.cat([logits, rest.logits], dim=1)
+    return token_logprobs(logits, completion_ids, completion_mask, temperature, entropy)
+
+
+def token_logprobs(
+    logits: Tensor, ids: Tensor, mask: Tensor, temperature: float = 1.0, entropy: bool = True
+) -> tuple[Tensor, Tensor]:
+    """log_softmax(logits / temperature) at `ids`, and the entropy; [N, C, V], [N, C] -> two [N, C] in fp32."""
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    normalizer = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, ids[..., None])[..., 0] - normalizer
+    entropies = torch.zeros_like(normalizer)
+    if entropy:
+        with torch.no_grad():  # row by row: a second [N, C, V] tensor would double the peak
+            for row in range(logits.shape[0]):
+                log_p = logits[row] - normalizer[row, :, None]
+                entropies[row] = -(log_p.exp() * log_p).sum(-1)
+    keep = mask.bool()
+    return torch.where(keep, logprobs, 0.0), torch.where(keep, entropies, 0.0)
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends an answer: the tokenizer's, the model's and the generation config's, which may hold several."""
+    found: set[int] = set()
+    generation_eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    for ids in (tokenizer.eos_token_id, model.config.get_text_config().eos_token_id, generation_eos):
+        if ids is not None:  # 0 is a valid id
+            found.update([ids] if isinstance(ids, int) else ids)
+    return tuple(sorted(found))
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> int:
+    """Only fills masked places, so any valid id will do."""
+    if tokenizer.pad_token_id is not None:
+        return tokenizer.pad_token_id
+    return eos_ids[0] if eos_ids else 0
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 where the hardware multiplies it fast, else float32."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    return torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16", False) else torch.float32
+
+
+def check_model_config(model_config: dict[str, Any]) -> None:
+    unknown = sorted(set(model_config) - set(MODEL_CONFIG_KEYS))
+    if unknown:
+        raise ValueError(
+            f"model_config: unknown key {unknown[0]!r}; known are {', '.join(MODEL_CONFIG_KEYS)} "
+            "(what from_pretrained takes beside them goes into model_kwargs)"
+        )
+    name = str(model_config.get("attn_implementation"))
+    if name.startswith("flash_attention"):
+        if importlib.util.find_spec("flash_attn") is None:
+            raise ValueError(
+                f"model_config.attn_implementation={name!r}: the package flash-attn is not installed; "
+                "run: pip install -r requirements-gpu.txt, or use sdpa"
+            )
+        if not torch.cuda.is_available():
+            raise ValueError(f"model_config.attn_implementation={name!r} needs a CUDA GPU and there is none; use sdpa")
+
+
+def load_model(source: str, model_config: dict[str, Any] | None = None) -> PreTrainedModel:
+    """A causal LM by embedded name, path or hub id. Load-time options: `model_config` (see MODEL_CONFIG_KEYS)."""
+    options = dict(model_config or {})
+    check_model_config(options)
+    kwargs = dict(options.get("model_kwargs") or {})
+    kwargs.setdefault("attn_implementation", options.get("attn_implementation", "sdpa"))
+    # Weights are trained in fp32 whatever dtype is asked for: that one is the compute dtype (see Agent).
+    kwargs["dtype"] = torch.float32
+    kwargs.pop("torch_dtype", None)
+    return AutoModelForCausalLM.from_pretrained(embedded.resolve(source), **kwargs)
+
+
+def load_tokenizer(source: str, model_config: dict[str, Any] | None = None) -> PreTrainedTokenizerBase:
+    kwargs = dict((model_config or {}).get("model_kwargs") or {})
+    keep = {key: kwargs[key] for key in ("trust_remote_code", "revision", "token") if key in kwargs}
+    return AutoTokenizer.from_pretrained(embedded.resolve(source), **keep)
+
+
+def add_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, special_tokens: dict[str, Any]) -> None:
+    """Add tokens and widen the embeddings to hold them; never shrinks (checkpoints are often padded wider)."""
+    tokenizer.add_special_tokens(special_tokens)
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer))
+
+
+def check_loadable(source: str) -> None:
+    """Refuse a model name that is nowhere, before anything large is loaded."""
+    if source in embedded.EMBEDDED:
+        return
+    try:
+        AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {source!r} cannot be found: it is no embedded model ({', '.join(embedded.EMBEDDED)}), no folder "
+            f"with a config.json, and no hub id that can be reached ({str(error).splitlines()[0]})"
+        ) from error

@@ -1,0 +1,62 @@
+"""Policy losses: pure functions on tensors. Shapes: N samples, C tokens; pads are exactly 0 everywhere."""
+
+import torch
+from torch import Tensor
+
+LOSS_AGGREGATIONS = ("sequence_sum", "token_mean", "constant")
+
+
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_range: float | None
+) -> tuple[Tensor, Tensor]:
+    """-min(ratio * A, clip(ratio, 1 +- clip_range) * A) a token (PPO); clip_range None: -A * log pi.
+
+    Args: logprobs, old_logprobs [N, C] (old without gradient), advantages [N].
+    Returns: loss [N, C], and 1 where the clipped branch was taken [N, C].
+    """
+    advantage = advantages[:, None].to(logprobs.dtype)
+    if clip_range is None:
+        return -advantage * logprobs, torch.zeros_like(logprobs)
+    ratio = torch.exp(logprobs - old_logprobs)
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+    loss = -torch.minimum(ratio * advantage, clipped * advantage)
+    return loss, (ratio * advantage > clipped * advantage).to(logprobs.dtype)
+
+
+def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Schulman's estimator of KL(pi || reference) a token: exp(d) - d - 1, d = log reference - log pi; never negative."""
+    delta = reference_logprobs - logprobs
+    return torch.exp(delta) - delta - 1
+
+
+def kl_loss(logprobs: Tensor, old_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """ratio * k3 a token, gradient through both.
+
+    The ratio (current over behaviour) makes the mean over sampled tokens the exact KL of the current policy, and its
+    gradient the gradient of that KL; k3 alone has another gradient.
+    """
+    return torch.exp(logprobs - old_logprobs) * k3(logprobs, reference_logprobs)
+
+
+def sampler_correction(old_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
+    """min(pi_old / pi_sampler, cap) a token, without gradient: truncated importance sampling for the gap between the
+    learner's precision and the generator's."""
+    return torch.exp(old_logprobs.detach() - sampler_logprobs).clamp(max=cap)
+
+
+def aggregation_weights(
+    sample_weights: Tensor, mask: Tensor, aggregation: str, *, max_new_tokens: int, samples: int, tokens: int
+) -> Tensor:
+    """What each token's loss is multiplied by, [N, C]; the loss of a minibatch is the sum of the products.
+
+    `sample_weights` [N]: node weight / number of the node's credits / number of nodes, so they sum to 1 in a minibatch
+    of root nodes. sequence_sum: the token sum of each sample. token_mean: every token of the minibatch counts the same
+    (`samples`, `tokens`: trained ones in the whole minibatch, on all ranks). constant: the sum / max_new_tokens.
+    """
+    weights = sample_weights[:, None] * mask
+    if aggregation == "sequence_sum":
+        return weights
+    if aggregation == "constant":
+        return weights / max_new_tokens
+    assert aggregation == "token_mean", aggregation
+    return weights * samples / max(tokens, 1)

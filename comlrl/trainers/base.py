@@ -1,0 +1,362 @@
+"""What every family's trainer shares: construction, evaluation, records, saving, and the checks of settings."""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from comlrl import credit
+from comlrl.agents import Agent
+from comlrl.data import RowSource
+from comlrl.engine import Engine, OptimizerSettings
+from comlrl.evaluation import evaluate_team
+from comlrl.generation import Sampling
+from comlrl.loading import build_formatters, check_team, load_references, load_team
+from comlrl.planning import plan_text
+from comlrl.rewards import Rewards
+from comlrl.rollouts import Node, Rollouts, RolloutStats, Team, TreeShape, walk
+from comlrl.summaries import Metrics, completion_records, rollout_metrics
+from comlrl.tracking import Run
+from comlrl.trackers import check_trackers
+from comlrl.trainers.reinforce_config import MAGRPOConfig
+
+SAMPLING_OVERRIDES = ("max_new_tokens", "temperature", "top_p", "top_k")
+
+
+class TeamTrainer:
+    """A team of agents, its task and its records.
+
+    Args:
+        agent_model: every agent's model: an embedded name, a path or a hub id.
+        agents: instead of it, one an agent: names or loaded models (separate objects).
+        num_agents: agents of the team; none: what `agents` or `args` say.
+        tokenizer: one, or one an agent; none: each model's own. Needed for loaded models.
+        model_config: dtype, attn_implementation, model_kwargs, special_tokens.
+        train_dataset, eval_dataset: rows (mappings); a `datasets.Dataset`, an `IterableDataset` or a list.
+        reward_func: see `comlrl.rewards`; a list of functions is summed with `reward_weights`.
+        reward_processor: float -> float, applied to each reward.
+        formatters: row -> prompt, one or one an agent; none: row["prompt"].
+        external_transition: feedback between turns (keywords prompt, agent_completions, num_agents,
+            prompt_history_per_agent, response_history_per_agent; on request batch_item, rewards, turn) -> one prompt
+            an agent.
+        wandb_config: switches W&B on. trackers: names of Accelerate's other trackers.
+        eval_logger, eval_aggregator: the task's own metrics, see `comlrl.evaluation.user_metrics`.
+        run_config: what else the run's config.yaml should say (the script's settings).
+        dry_run: check everything and load no model; `plan()` then says what would run.
+    """
+
+    config_class: type[MAGRPOConfig] = MAGRPOConfig
+
+    def __init__(
+        self,
+        agent_model: str | None = None,
+        agents: Sequence[Any] | None = None,
+        num_agents: int | None = None,
+        tokenizer: Any = None,
+        model_config: dict[str, Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        reward_func: Callable | Sequence[Callable] | None = None,
+        reward_processor: Callable[[float], float] | None = None,
+        formatters: Callable | Sequence[Callable] | None = None,
+        external_transition: Callable | None = None,
+        wandb_config: dict[str, Any] | None = None,
+        eval_logger: Callable | None = None,
+        eval_aggregator: Callable | None = None,
+        args: MAGRPOConfig | None = None,
+        *,
+        reward_weights: Sequence[float] | None = None,
+        trackers: Sequence[str] = (),
+        run_config: dict[str, Any] | None = None,
+        dry_run: bool = False,
+    ):
+        # Everything that can be refused is refused before a model is loaded.
+        self.args = self.resolve_args(args or self.config_class(), agents, num_agents, external_transition)
+        args = self.args
+        if reward_func is None:
+            raise ValueError("reward_func is missing: give a function f(completions_1, ..., completions_n) -> rewards")
+        if (eval_logger is None) != (eval_aggregator is None):
+            raise ValueError("eval_logger and eval_aggregator work together: give both or neither")
+        self.team = self.build_team()
+        self.shape = TreeShape(
+            num_turns=args.num_turns or 1,
+            num_generations=args.num_generations,
+            joint_mode=args.joint_mode,
+            discount=args.discount,
+            early_termination_threshold=args.early_termination_threshold,
+            node_weighting=args.node_weighting,
+            greedy_baseline=args.advantage_mode == "greedy",
+        )
+        self.check_tree()
+        self.sampling = Sampling(
+            args.max_new_tokens, args.temperature, args.top_p, args.top_k, tuple(args.stop_strings)
+        )
+        if self.sampling.truncated:
+            warnings.warn(
+                f"top_p={args.top_p}, top_k={args.top_k}: truncated sampling biases the policy gradient "
+                "(the trained log-probs are those of the whole distribution); the kept mass is logged",
+                stacklevel=2,
+            )
+        self.trackers, self.wandb_config = list(trackers), wandb_config
+        check_trackers(self.trackers, wandb_config)
+        self.formatters = build_formatters(formatters, self.team.num_roles)
+        self.external_transition = external_transition
+        self.eval_logger, self.eval_aggregator = eval_logger, eval_aggregator
+        self.rows = RowSource(train_dataset, "train_dataset", args.seed, args.shuffle)
+        self.eval_rows = RowSource(eval_dataset, "eval_dataset", args.seed, shuffle=False)
+        self.total_steps = self.planned_steps()
+        self.members = check_team(
+            agent_model, agents, self.num_models(), tokenizer, model_config, args.agent_devices, args.dtype
+        )
+        self.run: Run | None = None
+        self.run_config = run_config or {}
+        output = ((wandb_config or {}).get("config_sections") or {}).get("output") or {}
+        self.verbose: bool = bool(output.get("verbose", True))
+        # Counters: optimizer steps, rewarded joint actions, rollouts, epochs finished and rows used of this one.
+        self.step = self.env_step = self.rollout = 0
+        self.epoch, self.position = 0, 0
+        self.buffer: list[Node] = []  # roots of finished trees that were not learned from yet
+        self.pending: Metrics = {}  # numbers of rollouts since the last step
+        functions = list(reward_func) if isinstance(reward_func, (list, tuple)) else [reward_func]
+        # Reward workers are forked here: before any model, so that they stay small and no thread is running yet.
+        self.rewards = Rewards(
+            functions,
+            self.team.num_roles,
+            weights=reward_weights,
+            processor=reward_processor,
+            batch_size=args.reward_batch_size,
+            timeout=args.reward_timeout,
+            on_error=args.reward_on_error,
+        )
+        if not dry_run:
+            self.load_models()
+
+    def load_models(self) -> None:
+        args = self.args
+        self.agents: list[Agent] = load_team(self.members)
+        self.references: list[torch.nn.Module] = load_references(self.agents) if args.reference_kl_enabled else []
+        self.rollouts = Rollouts(
+            self.agents,
+            self.rewards,
+            self.formatters,
+            self.external_transition,
+            self.team,
+            chat_template=args.chat_template,
+            prompt_limits=[self.prompt_limit(agent) for agent in self.agents],
+            passthrough=args.external_prompt_passthrough,
+            max_rows=args.generation_batch_rows,
+        )
+        settings = OptimizerSettings(
+            args.agent_learning_rate,
+            args.adam_betas,
+            args.adam_eps,
+            args.weight_decay,
+            args.max_grad_norm,
+            args.lr_schedule,
+            args.warmup_steps,
+        )
+        self.engines = [Engine(agent.model, settings, self.total_steps) for agent in self.agents]
+
+    # ---- evaluation and records -------------------------------------------------------------------------------------
+
+    def evaluate(self, num_eval_samples: int | None = None) -> Metrics:
+        """Greedy (and with eval_generations sampled) trajectories on the eval rows; keys start with `eval/`."""
+        return self._evaluate(num_eval_samples)[0]
+
+    def _evaluate(self, num_eval_samples: int | None = None) -> tuple[Metrics, list[dict[str, Any]]]:
+        limit = self.args.eval_num_samples if num_eval_samples is None else num_eval_samples
+        rows = self.eval_rows.first(limit)
+        if not rows:
+            return {}, []
+        started = time.perf_counter()
+        evaluation = evaluate_team(
+            self.rollouts,
+            rows,
+            self.shape,
+            self.sampling,
+            num_agents=len(self.agents),
+            generations=self.args.eval_generations,
+            batch_size=self.args.eval_batch_size,
+            seed_key=(self.args.seed, "eval"),
+            rollout=self.rollout,
+            eval_logger=self.eval_logger,
+            eval_aggregator=self.eval_aggregator,
+        )
+        metrics = {f"eval/{key}": value for key, value in evaluation.metrics.items()}
+        metrics["time/evaluate"] = time.perf_counter() - started
+        return metrics, evaluation.records
+
+    def log_evaluation(self) -> None:
+        metrics, records = self._evaluate()
+        if metrics and self.run is not None:
+            self.run.log(metrics, step=self.step, env_step=self.env_step, epoch=self.fractional_epoch, kind="eval")
+            self.run.log_completions([{"step": self.step, **record} for record in records])
+        self.drain_incidents()
+
+    def record_rollout(self, roots: list[Node], stats: RolloutStats) -> None:
+        self.rollout += 1
+        self.env_step += stats.env_steps
+        if roots:
+            for key, value in rollout_metrics(roots, stats, len(self.agents)).items():
+                summed = key.startswith(("time/", "rollout/")) and key in self.pending
+                self.pending[key] = self.pending[key] + value if summed else value
+        if self.run is not None:
+            records = completion_records(roots, "train", self.rollout)
+            self.run.log_completions([{"step": self.step + 1, **record} for record in records])
+        self.drain_incidents()
+
+    def log_step(self, metrics: Metrics) -> None:
+        learn = self.pending.pop("time/learn", 0.0) + metrics.pop("time/learn")
+        line = {**self.pending, **metrics, "time/learn": learn}
+        for key, value in self.rewards.counters.items():
+            line[f"reward_calls/{key}"] = float(value)
+        self.pending = {}
+        if self.run is not None:
+            self.run.log(line, step=self.step, env_step=self.env_step, epoch=self.fractional_epoch, kind="train")
+
+    def note(self, text: str) -> None:
+        if self.run is not None:
+            self.run.note(text)
+
+    def drain_incidents(self) -> None:
+        for incident in self.rewards.incidents:
+            self.note(incident)
+        self.rewards.incidents.clear()
+
+    @property
+    def fractional_epoch(self) -> float:
+        return self.epoch + (self.position / len(self.rows) if len(self.rows) else 0.0)
+
+    def open_run(self) -> Run:
+        if self.run is None:
+            self.run = Run(
+                self.args.output_dir,
+                self.args.run_name or type(self).__name__.removesuffix("Trainer").lower(),
+                {**self.run_config, "trainer": type(self).__name__, "args": asdict(self.args)},
+                seed=self.args.seed,
+                trackers=self.trackers,
+                wandb=self.wandb_config,
+                logging_steps=self.args.logging_steps,
+                verbose=self.verbose,
+                total_steps=self.total_steps,
+            )
+        self.run.verbose = self.verbose
+        return self.run
+
+    def close(self) -> None:
+        """End the run: trackers are flushed and closed, reward workers ended."""
+        self.rewards.close()
+        if self.run is not None:
+            self.run.close()
+
+    # ---- saving -----------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str) -> None:
+        """`agent_i/` each: an ordinary Hugging Face folder with its tokenizer. The run stays open."""
+        for index, agent in enumerate(self.agents):
+            agent.save(f"{output_dir}/agent_{index}")
+
+    # ---- settings ---------------------------------------------------------------------------------------------------
+
+    def resolve_args(
+        self, args: MAGRPOConfig, agents: Sequence[Any] | None, num_agents: int | None, transition: Callable | None
+    ) -> MAGRPOConfig:
+        """A copy of `args` with num_agents and num_turns settled; contradictions are refused."""
+        default = type(args)().num_agents
+        given = {"num_agents": num_agents, "len(agents)": len(agents) if agents is not None else None}
+        given["args.num_agents"] = args.num_agents if args.num_agents != default else None
+        said = {name: value for name, value in given.items() if value is not None}
+        if len(set(said.values())) > 1:
+            raise ValueError(
+                "the number of agents is said twice and differs: "
+                + ", ".join(f"{name}={value}" for name, value in said.items())
+                + "; say it once"
+            )
+        turns = args.num_turns or (2 if transition is not None else 1)
+        if turns > 1 and transition is None:
+            raise ValueError(f"num_turns={turns} needs an external_transition that writes the prompts of later turns")
+        return replace(args, num_agents=next(iter(said.values()), default), num_turns=turns)
+
+    def build_team(self) -> Team:
+        return Team(self.args.num_agents)
+
+    def num_models(self) -> int:
+        return self.args.num_agents
+
+    def branches(self) -> int:
+        """Joint actions of a node."""
+        return self.shape.num_generations ** (self.num_models() if self.shape.joint_mode == "cross" else 1)
+
+    def plan(self) -> str:
+        """What would run: models, devices, bytes, tree size, samples and steps."""
+        nodes = credit.tree_size(self.branches(), self.shape.num_turns, self.shape.greedy_baseline)
+        return plan_text(self.members, self.args, self.shape, nodes, self.branches(), len(self.rows), self.total_steps)
+
+    def check_tree(self) -> None:
+        shape, args = self.shape, self.args
+        branches = self.branches()
+        size = credit.tree_size(branches, shape.num_turns, shape.greedy_baseline)
+        if size > args.max_tree_nodes:
+            raise ValueError(
+                f"a rollout tree of {shape.num_turns} turns with {branches} joint answers a node "
+                f"(num_generations={args.num_generations}, joint_mode={args.joint_mode}) has {size} nodes a row, above "
+                f"max_tree_nodes={args.max_tree_nodes}; lower num_generations or num_turns, use joint_mode aligned, or "
+                "raise max_tree_nodes"
+            )
+
+    def prompt_limit(self, agent: Agent) -> int:
+        room = agent.context_length - self.args.max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"max_new_tokens={self.args.max_new_tokens}: {agent.name}'s context holds {agent.context_length} tokens, "
+                "so no room is left for a prompt"
+            )
+        return room if self.args.max_prompt_length is None else min(room, self.args.max_prompt_length)
+
+    def sampling_with(self, overrides: dict[str, Any]) -> Sampling:
+        unknown = sorted(set(overrides) - set(SAMPLING_OVERRIDES))
+        if unknown:
+            raise ValueError(
+                f"train({unknown[0]}=...): only sampling settings can be given here ({', '.join(SAMPLING_OVERRIDES)})"
+            )
+        return replace(self.sampling, **overrides)
+
+    def planned_steps(self) -> int | None:
+        """Optimizer steps of a full run if no tree ends early; none for a stream of unknown length."""
+        args, rows = self.args, len(self.rows)
+        if not rows:
+            if args.max_steps is None and args.lr_schedule not in ("constant", "constant_with_warmup"):
+                raise ValueError(
+                    f"lr_schedule={args.lr_schedule!r} needs a known number of steps and the dataset has no length; "
+                    "set max_steps, or use constant"
+                )
+            return args.max_steps
+        tree = credit.tree_size(self.branches(), self.shape.num_turns, greedy_baseline=False)
+        batch = args.train_batch_size or args.rollout_buffer_size
+        at_once = args.rows_per_rollout or args.rollout_buffer_size
+        steps = buffered = 0
+        for start in range(0, rows, at_once):
+            buffered += tree * min(at_once, rows - start)
+            if buffered >= args.rollout_buffer_size or start + at_once >= rows:
+                steps += math.ceil(buffered / batch) * args.epochs_per_rollout
+                buffered = 0
+        total = steps * args.num_train_epochs
+        return total if args.max_steps is None else min(total, args.max_steps)
+
+    def buffered_nodes(self) -> int:
+        return sum(1 for _ in walk(self.buffer))
+
+    # ---- published accessors ----------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Iterator[list[Any]]:
+        """Rows of the first epoch in training order, in lists of one."""
+        return ([row] for batch in self.rows.batches(0, 0, 1) for _, row in batch)
+
+    def get_eval_dataloader(self) -> Iterator[list[Any]]:
+        rows = [row for _, row in self.eval_rows.first(None)]
+        size = self.args.eval_batch_size
+        return (rows[start : start + size] for start in range(0, len(rows), size))

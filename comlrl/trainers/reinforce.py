@@ -1,0 +1,326 @@
+"""The REINFORCE family for teams: MAREINFORCE, MAGRPO, MARLOO, MAReMax, and MAGRPO with one coordinator.
+
+The whole algorithm, top to bottom: `train` rolls out trees and fills a buffer, `update` learns from a full buffer in
+minibatches, `learn` is one agent's gradient. A fork overrides `advantages` or `loss`, or passes another task or reward.
+"""
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comlrl import credit, losses
+from comlrl.batches import MicroBatch, Sample, frozen_logprobs, micro_batches
+from comlrl.centralized import CentralizedComparatorAdapter, Coordinator, TaggedCentralizedComparatorAdapter
+from comlrl.generation import sample_seed
+from comlrl.rollouts import Node, Team, walk
+from comlrl.summaries import Metrics, TokenMeter
+from comlrl.trainers.base import TeamTrainer
+from comlrl.trainers.reinforce_config import (
+    CentralizedMAGRPOConfig,
+    MAGRPOConfig,
+    MAREINFORCEConfig,
+    MAReMaxConfig,
+    MARLOOConfig,
+)
+
+
+class MAGRPOTrainer(TeamTrainer):
+    """Multi-agent GRPO: each agent's advantage is its return minus the group's mean, over the group's deviation.
+
+    Arguments: see `TeamTrainer`.
+    """
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def train(self, **overrides: Any) -> None:
+        """Roll out, fill the buffer, learn; evaluate before the first and after the last step.
+
+        Keyword arguments replace sampling settings while training: max_new_tokens, temperature, top_p, top_k.
+        """
+        args = self.args
+        sampling = self.sampling_with(overrides)
+        self.open_run()
+        if args.eval_interval and self.step == 0:
+            self.log_evaluation()
+        last_evaluation = self.step
+        while self.epoch < args.num_train_epochs and not self.finished:
+            for rows in self.rows.batches(self.epoch, self.position, args.rows_per_rollout or args.rollout_buffer_size):
+                self.position += len(rows)
+                roots, stats = self.rollouts.expand(rows, self.shape, sampling, (args.seed, "train", self.rollout))
+                self.record_rollout(roots, stats)
+                self.buffer += roots
+                if self.buffered_nodes() < args.rollout_buffer_size:
+                    continue
+                for _ in self.update():
+                    if args.eval_interval and self.step % args.eval_interval == 0 and not self.finished:
+                        self.log_evaluation()
+                        last_evaluation = self.step
+                if self.finished:
+                    break
+            else:
+                # Leftovers are trained on at the end of the epoch.
+                for _ in self.update():
+                    pass
+                self.epoch, self.position = self.epoch + 1, 0
+        if args.eval_interval and last_evaluation != self.step:
+            self.log_evaluation()
+        assert self.run is not None
+        pass
+
+    @property
+    def finished(self) -> bool:
+        return self.args.max_steps is not None and self.step >= self.args.max_steps
+
+    def update(self) -> Iterator[int]:
+        """Learn from the whole buffer, whole trees, in minibatches of nodes; yields after each optimizer step."""
+        args, roots = self.args, self.buffer
+        self.buffer = []
+        nodes = list(walk(roots))
+        if not nodes:
+            return
+        started = time.perf_counter()
+        batch_size = args.train_batch_size or args.rollout_buffer_size
+        steps = [chunk for e in range(args.epochs_per_rollout) for chunk in self.minibatches(len(nodes), batch_size, e)]
+        samples = [[self.samples(node, agent) for node in nodes] for agent in range(len(self.agents))]
+        for agent in range(len(self.agents)):
+            self.fill_logprobs(agent, samples[agent], several_steps=len(steps) > 1)
+            for node, group in zip(nodes, samples[agent], strict=True):
+                self.advantages(node, agent, group)
+        self.pending["time/learn"] = self.pending.get("time/learn", 0.0) + time.perf_counter() - started
+        for chunk in steps:
+            if self.finished:
+                return
+            # Unbiased for the sum over the nodes of a tree, averaged over trees, whatever the minibatch holds.
+            scale = len(nodes) / (len(chunk) * len(roots)) if args.node_weighting == "tree" else 1 / len(chunk)
+            self.optimizer_step([[samples[agent][i] for i in chunk] for agent in range(len(self.agents))], scale)
+            yield self.step
+
+    def optimizer_step(self, groups: list[list[list[Sample]]], scale: float) -> None:
+        """One step of every agent on one minibatch: groups[agent][node] are samples.
+
+        All gradients are there and finite before the first weight moves.
+        """
+        started = time.perf_counter()
+        metrics: Metrics = {}
+        norms: list[float] = []
+        problem = ""
+        trained = [any(sample.trained for group in groups[i] for sample in group) for i in range(len(self.agents))]
+        for index, agent in enumerate(self.agents):
+            numbers, bad = self.learn(index, groups[index], scale)
+            norm = self.engines[index].grad_norm()
+            if not bad and not math.isfinite(norm):
+                bad = f"gradient norm {norm} over samples {self.names(groups[index])}"
+            if bad:
+                problem = problem or f"step {self.step + 1}, {agent.name}: {bad}; weights unchanged"
+            norms.append(norm)
+            metrics |= numbers
+            metrics[f"agent_{index}/grad_norm"] = norm
+            metrics[f"agent_{index}/learning_rate"] = self.engines[index].learning_rate
+        if problem and self.args.nonfinite == "raise":
+            for engine in self.engines:
+                engine.clear()
+            raise FloatingPointError(f"{problem} (nonfinite: skip goes on without such steps)")
+        for agent, engine, norm, useful in zip(self.agents, self.engines, norms, trained):
+            if problem or not useful:
+                engine.skip()
+            else:
+                engine.step(norm)
+                agent.weights_changed()
+        self.step += 1
+        metrics["skipped_step"] = float(bool(problem))
+        metrics["time/learn"] = time.perf_counter() - started
+        if problem:
+            self.note(problem)
+        self.log_step(metrics)
+
+    # ---- one agent's gradient ---------------------------------------------------------------------------------------
+
+    def samples(self, node: Node, agent: int) -> list[Sample]:
+        """The node's completions of one agent that have a credit, as training examples."""
+        completions = node.completions[agent]
+        credits = credit.completion_credits(node.joint_actions, node.returns, agent, len(completions))
+        return [
+            Sample(
+                prompt_ids=node.prompt_ids[agent],
+                token_ids=completion.token_ids,
+                turn=node.turn,
+                name=f"{node.row_id}:{'.'.join(map(str, node.path))}:{k}",
+                credit=value,
+                weight=node.weight,
+                trained=not (self.args.mask_truncated and completion.truncated),
+                truncated=completion.truncated,
+                sampler_logprobs=torch.tensor(completion.logprobs),
+            )
+            for k, (completion, value) in enumerate(zip(completions, credits))
+            if value is not None
+        ]
+
+    def fill_logprobs(self, agent: int, groups: list[list[Sample]], several_steps: bool) -> None:
+        """Old and reference log-probs, where something needs them before the first step."""
+        args, policy = self.args, self.agents[agent]
+        flat = [sample for group in groups for sample in group]
+        in_return = args.reference_kl_enabled and args.reference_kl_in == "return"
+        if several_steps or in_return or args.sampler_ratio_cap is not None:
+            old = frozen_logprobs(flat, policy, policy.model, args.temperature, args.micro_batch_tokens)
+            for sample in flat:
+                sample.old_logprobs = old[id(sample)]
+        if args.reference_kl_enabled:
+            frozen = frozen_logprobs(
+                flat, policy, self.references[agent], args.temperature, args.micro_batch_tokens
+            )
+            for sample in flat:
+                sample.reference_logprobs = frozen[id(sample)]
+
+    def advantages(self, node: Node, agent: int, group: list[Sample]) -> None:
+        """Set each sample's advantage from the credits of its group: one agent's samples at one node."""
+        if not group:
+            return
+        credits = torch.tensor([sample.credit for sample in group], dtype=torch.float64)
+        if self.args.reference_kl_enabled and self.args.reference_kl_in == "return":
+            penalties = [losses.k3(s.old_logprobs, s.reference_logprobs).sum() for s in group]  # type: ignore[arg-type]
+            credits = credits - self.args.reference_kl_coef * torch.stack(penalties)
+        greedy_return = None
+        if node.baseline is not None:
+            # A greedy answer without reward is no baseline: the samples then stand against their own mean.
+            greedy_return = node.baseline.returns[0] if node.baseline.returns[0] is not None else float(credits.mean())
+        values = credit.advantages(credits, self.args.advantage_mode, self.args.normalize, greedy_return)
+        for sample, value in zip(group, values.tolist(), strict=True):
+            sample.advantage = value
+
+    def loss(self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of every token, [N, C], and tensors of that shape to log."""
+        args = self.args
+        advantages = torch.tensor([s.advantage for s in batch.samples], device=logprobs.device)
+        token_loss, clipped = losses.policy_loss(logprobs, old, advantages, args.clip_range)
+        logged = {"clip_fraction": clipped, "entropy": entropies}
+        if args.sampler_ratio_cap is not None:
+            sampler = batch.pad([s.sampler_logprobs for s in batch.samples])
+            token_loss = token_loss * losses.sampler_correction(old, sampler, args.sampler_ratio_cap)
+        if args.entropy_coef:
+            token_loss = token_loss - args.entropy_coef * entropies
+        if args.reference_kl_enabled:
+            reference = batch.pad([s.reference_logprobs for s in batch.samples])  # type: ignore[misc]
+            logged["reference_kl"] = losses.k3(logprobs, reference).detach()
+            if args.reference_kl_in == "loss":
+                token_loss = token_loss + args.reference_kl_coef * losses.kl_loss(logprobs, old, reference)
+        return token_loss, logged
+
+    def learn(self, index: int, groups: list[list[Sample]], scale: float) -> tuple[Metrics, str]:
+        """Accumulate one agent's gradient over a minibatch; returns its metrics and what was not finite, if anything."""
+        args, agent, engine = self.args, self.agents[index], self.engines[index]
+        trained = [sample for group in groups for sample in group if sample.trained]
+        weights = {id(s): scale * s.weight / len(group) for group in groups for s in group}
+        tokens = sum(len(sample.token_ids) for sample in trained)
+        # A sample with advantage exactly 0 has gradient exactly 0, unless a KL or entropy term acts on it.
+        zero_counts = bool(args.entropy_coef) or (args.reference_kl_enabled and args.reference_kl_in == "loss")
+        active = [s for s in trained if s.advantage != 0 or zero_counts]
+        meter = TokenMeter(index)
+        for batch in micro_batches(active, agent, args.micro_batch_tokens):
+            logprobs, entropies = batch.logprobs(agent, agent.model, args.temperature, entropy=True)
+            if batch.samples[0].old_logprobs is None:
+                old = logprobs.detach()
+            else:
+                old = batch.pad([s.old_logprobs for s in batch.samples])  # type: ignore[misc]
+            token_loss, logged = self.loss(batch, logprobs, entropies, old)
+            factors = losses.aggregation_weights(
+                torch.tensor([weights[id(s)] for s in batch.samples], device=logprobs.device),
+                batch.completion_mask,
+                args.loss_aggregation,
+                max_new_tokens=args.max_new_tokens,
+                samples=len(trained),
+                tokens=tokens,
+            )
+            loss = (token_loss * factors).sum()
+            if not torch.isfinite(loss):
+                return meter.metrics(), f"loss {loss.item()} over samples {self.names([batch.samples])}"
+            engine.backward(loss)
+            sampler = batch.pad([s.sampler_logprobs for s in batch.samples])
+            logged["sampler_gap"] = (old - sampler).abs() * batch.completion_mask
+            meter.add(batch, logged, token_loss.detach() * factors)
+        metrics = meter.metrics()
+        metrics |= self.advantage_metrics(index, groups)
+        metrics[f"agent_{index}/skipped_samples"] = float(len(trained) - len(active))
+        return metrics, ""
+
+    def advantage_metrics(self, index: int, groups: list[list[Sample]]) -> Metrics:
+        metrics: Metrics = {}
+        for turn in sorted({group[0].turn for group in groups if group}):
+            mine = [group for group in groups if group and group[0].turn == turn]
+            values = torch.tensor([s.advantage for group in mine for s in group], dtype=torch.float64)
+            prefix = f"agent_{index}/turn_{turn + 1}"
+            metrics[f"{prefix}/advantage_mean"] = values.mean().item()
+            metrics[f"{prefix}/advantage_std"] = values.std(correction=0).item()
+            silent = [all(s.advantage == 0 or not s.trained for s in group) for group in mine]
+            metrics[f"{prefix}/zero_signal_share"] = sum(silent) / len(silent)
+            metrics[f"{prefix}/masked_share"] = 1 - sum(s.trained for g in mine for s in g) / values.numel()
+        return metrics
+
+    def minibatches(self, count: int, size: int, epoch: int) -> list[list[int]]:
+        order = list(range(count))
+        random.Random(sample_seed(self.args.seed, "minibatches", self.rollout, epoch)).shuffle(order)
+        return [order[start : start + size] for start in range(0, count, size)]
+
+    @staticmethod
+    def names(groups: list[list[Sample]]) -> str:
+        names = [sample.name for group in groups for sample in group]
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+class MAREINFORCETrainer(MAGRPOTrainer):
+    """REINFORCE for teams: no baseline."""
+
+    config_class = MAREINFORCEConfig
+
+
+class MARLOOTrainer(MAGRPOTrainer):
+    """RLOO for teams: the baseline of a sample is the mean return of the others in its group."""
+
+    config_class = MARLOOConfig
+
+
+class MAReMaxTrainer(MAGRPOTrainer):
+    """ReMax for teams: the baseline is the return of the greedy joint answer."""
+
+    config_class = MAReMaxConfig
+
+
+class CentralizedMAGRPOTrainer(MAGRPOTrainer):
+    """MAGRPO with one coordinator that writes every role's answer.
+
+    Args:
+        centralized_adapter: how role prompts become one prompt, and one text role answers; none: tagged sections.
+        num_agents: roles. agents: a list of the one coordinator.
+    """
+
+    config_class = CentralizedMAGRPOConfig
+
+    def __init__(
+        self,
+        *,
+        centralized_adapter: CentralizedComparatorAdapter | None = None,
+        num_agents: int | None = None,
+        args: CentralizedMAGRPOConfig | None = None,
+        agents: Sequence[Any] | None = None,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ):
+        self.adapter = centralized_adapter or TaggedCentralizedComparatorAdapter()
+        for name, value in (("agents", agents), ("tokenizer", tokenizer)):
+            if isinstance(value, (list, tuple)) and len(value) != 1:
+                raise ValueError(f"{name}: a coordinator is one model, so give a list of one, not of {len(value)}")
+        super().__init__(num_agents=num_agents, args=args, agents=agents, tokenizer=tokenizer, **kwargs)
+
+    def resolve_args(self, args, agents, num_agents, transition):  # type: ignore[no-untyped-def]
+        return super().resolve_args(args, None, num_agents, transition)  # num_agents counts roles, not models
+
+    def build_team(self) -> Team:
+        assert isinstance(self.args, CentralizedMAGRPOConfig)
+        return Coordinator(self.adapter, self.args.num_agents, self.args.unparsable_reward)
+
+    def num_models(self) -> int:
+        return 1

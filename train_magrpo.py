@@ -1,0 +1,92 @@
+"""Train a team with the REINFORCE family: MAGRPO, MAREINFORCE, MARLOO, MAReMax, or MAGRPO with one coordinator.
+
+    accelerate launch train_magrpo.py --config configs/quickstart.yaml
+    accelerate launch train_magrpo.py --config configs/smoke.yaml algorithm=marloo args.num_generations=8
+    python train_magrpo.py --config configs/quickstart.yaml --dry-run
+
+To make an experiment of your own, copy this file and change one thing: the task, the reward, or a method of the trainer
+(`advantages`, `loss`). The loop itself is in comlrl/trainers/reinforce.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from comlrl.config import RunConfig, exit_on_value_error, load_object, parse_command_line, to_dict
+from comlrl.tasks import Task, load_task
+from comlrl.trainers import reinforce
+
+# algorithm: (settings, trainer)
+ALGORITHMS: dict[str, tuple[type[reinforce.MAGRPOConfig], type[reinforce.MAGRPOTrainer]]] = {
+    "magrpo": (reinforce.MAGRPOConfig, reinforce.MAGRPOTrainer),
+    "mareinforce": (reinforce.MAREINFORCEConfig, reinforce.MAREINFORCETrainer),
+    "marloo": (reinforce.MARLOOConfig, reinforce.MARLOOTrainer),
+    "maremax": (reinforce.MAReMaxConfig, reinforce.MAReMaxTrainer),
+    "centralized_magrpo": (reinforce.CentralizedMAGRPOConfig, reinforce.CentralizedMAGRPOTrainer),
+}
+
+
+def choose_config(raw: dict[str, Any]) -> dict[str, type]:
+    """The class of `args` follows from `algorithm`."""
+    algorithm = raw.get("algorithm", "magrpo")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r}: must be one of {', '.join(ALGORITHMS)}")
+    return {"args": ALGORITHMS[algorithm][0]}
+
+
+def load_rewards(reward: Any, task: Task) -> tuple[list[Callable], list[float]]:
+    """The task's reward, or the user's: `file.py:name`, or a list of {use: file.py:name, weight: 1.0}."""
+    if reward is None:
+        return [task.reward], [1.0]
+    entries = reward if isinstance(reward, list) else [{"use": reward}]
+    functions, weights = [], []
+    for entry in entries:
+        if not isinstance(entry, dict) or "use" not in entry or set(entry) - {"use", "weight"}:
+            raise ValueError(f"reward: {entry!r} must be a mapping with use: file.py:name (or 'task') and weight: a number")
+        functions.append(task.reward if entry["use"] == "task" else load_object(entry["use"], "reward"))
+        weights.append(float(entry.get("weight", 1.0)))
+    return functions, weights
+
+
+def build_trainer(config: RunConfig, dry_run: bool) -> reinforce.MAGRPOTrainer:
+    task = load_task(config.task, config.num_agents, config.task_args)
+    functions, weights = load_rewards(config.reward, task)
+    centralized = config.algorithm == "centralized_magrpo"
+    models = config.models or [config.model] * (1 if centralized else config.num_agents)
+    return ALGORITHMS[config.algorithm][1](
+        agents=models,
+        num_agents=config.num_agents,
+        tokenizer=config.tokenizers,
+        model_config=config.model_config,
+        train_dataset=task.train_rows,
+        eval_dataset=task.eval_rows,
+        reward_func=functions,
+        reward_weights=weights,
+        formatters=task.formatters,
+        external_transition=task.transition,
+        wandb_config=config.wandb,
+        trackers=config.trackers,
+        args=config.args,
+        run_config=to_dict(config),
+        dry_run=dry_run,
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    assert __doc__ is not None
+    command = parse_command_line(RunConfig, argv, __doc__, choose_config)
+    with exit_on_value_error():
+        trainer = build_trainer(command.config, command.dry_run)
+    if command.dry_run:
+        print(trainer.plan())
+        return
+    trainer.train()
+    run = trainer.open_run()
+    save_dir = command.config.save_dir or str(run.folder / "model")
+    trainer.save_model(save_dir)
+    run.summary_table(trainer.summary(), "evaluation")
+    run.note(f"records: {run.folder}    models: {save_dir}/agent_*")
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()
