@@ -8,51 +8,27 @@ To make an experiment of your own, copy this file and change one thing: the task
 (`advantages`, `loss`). The loop itself is in comlrl/trainers/reinforce.py.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-from comlrl.config import RunConfig, exit_on_value_error, load_object, parse_command_line, to_dict
-from comlrl.tasks import Task, load_task
-from comlrl.trainers import reinforce
-
-# algorithm: (settings, trainer)
-ALGORITHMS: dict[str, tuple[type[reinforce.MAGRPOConfig], type[reinforce.MAGRPOTrainer]]] = {
-    "magrpo": (reinforce.MAGRPOConfig, reinforce.MAGRPOTrainer),
-    "mareinforce": (reinforce.MAREINFORCEConfig, reinforce.MAREINFORCETrainer),
-    "marloo": (reinforce.MARLOOConfig, reinforce.MARLOOTrainer),
-    "maremax": (reinforce.MAReMaxConfig, reinforce.MAReMaxTrainer),
-    "centralized_magrpo": (reinforce.CentralizedMAGRPOConfig, reinforce.CentralizedMAGRPOTrainer),
-}
+from comlrl.config import RunConfig, exit_on_value_error, parse_command_line, to_dict
+from comlrl.tasks import load_rewards, load_task
+from comlrl.trainers import REINFORCE_ALGORITHMS, MAGRPOTrainer
 
 
 def choose_config(raw: dict[str, Any]) -> dict[str, type]:
     """The class of `args` follows from `algorithm`."""
     algorithm = raw.get("algorithm", "magrpo")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm={algorithm!r}: must be one of {', '.join(ALGORITHMS)}")
-    return {"args": ALGORITHMS[algorithm][0]}
+    if algorithm not in REINFORCE_ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r}: must be one of {', '.join(REINFORCE_ALGORITHMS)}")
+    return {"args": REINFORCE_ALGORITHMS[algorithm][0]}
 
 
-def load_rewards(reward: Any, task: Task) -> tuple[list[Callable], list[float]]:
-    """The task's reward, or the user's: `file.py:name`, or a list of {use: file.py:name, weight: 1.0}."""
-    if reward is None:
-        return [task.reward], [1.0]
-    entries = reward if isinstance(reward, list) else [{"use": reward}]
-    functions, weights = [], []
-    for entry in entries:
-        if not isinstance(entry, dict) or "use" not in entry or set(entry) - {"use", "weight"}:
-            raise ValueError(f"reward: {entry!r} must be a mapping with use: file.py:name (or 'task') and weight: a number")
-        functions.append(task.reward if entry["use"] == "task" else load_object(entry["use"], "reward"))
-        weights.append(float(entry.get("weight", 1.0)))
-    return functions, weights
-
-
-def build_trainer(config: RunConfig, dry_run: bool) -> reinforce.MAGRPOTrainer:
+def build_trainer(config: RunConfig, dry_run: bool) -> MAGRPOTrainer:
     task = load_task(config.task, config.num_agents, config.task_args)
     functions, weights = load_rewards(config.reward, task)
     centralized = config.algorithm == "centralized_magrpo"
     models = config.models or [config.model] * (1 if centralized else config.num_agents)
-    return ALGORITHMS[config.algorithm][1](
+    return REINFORCE_ALGORITHMS[config.algorithm][1](
         agents=models,
         num_agents=config.num_agents,
         tokenizer=config.tokenizers,

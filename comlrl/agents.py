@@ -2,12 +2,13 @@
 
 import copy
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from comlrl import embedded
 
@@ -39,7 +40,8 @@ class Agent:
         self.model: PreTrainedModel = model.float().to(self.device).eval()  # type: ignore[arg-type]
         self.tokenizer = tokenizer
         self.eos_ids = eos_token_ids(model, tokenizer)
-        self.pad_id = pad_token_id(tokenizer, self.eos_ids)
+        num_embeddings: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
+        self.pad_id = pad_token_id(tokenizer, self.eos_ids, num_embeddings)
         self.context_length = int(model.config.get_text_config().max_position_embeddings)
         self._sampler: PreTrainedModel | None = None
 
@@ -58,6 +60,12 @@ class Agent:
             if len(ids) > 1 and bos is not None and ids[0] == ids[1] == bos:
                 ids = ids[1:]
         else:
+            messages = isinstance(prompt, (list, tuple)) and all(isinstance(m, Mapping) for m in prompt)
+            if not messages or not prompt:
+                raise ValueError(
+                    f"{self.name}: a prompt must be a string or a list of messages such as "
+                    f"{{'role': 'user', 'content': ...}}, not {prompt!r:.200}"
+                )
             if chat_template == "never":
                 raise ValueError(
                     f"{self.name}: a formatter returned a message list but chat_template is 'never'; "
@@ -84,7 +92,7 @@ class Agent:
         if self.compute_dtype == torch.float32:
             return self.model
         if self._sampler is None:
-            self._sampler = copy.deepcopy(self.model).to(self.compute_dtype).requires_grad_(False)  # type: ignore[arg-type]
+            self._sampler = frozen_copy(self.model, self.compute_dtype)
         return self._sampler
 
     def weights_changed(self) -> None:
@@ -135,7 +143,7 @@ def completion_logprobs(
     logits = prefix.logits[:, -1:][prompt_index]
     if completion_ids.shape[1] > 1:
         cache = prefix.past_key_values
-        cache.batch_select_indices(prompt_index)
+        select_rows(cache, prompt_index)
         length = prompt_mask.sum(1)[prompt_index]
         steps = torch.arange(completion_ids.shape[1] - 1, device=completion_ids.device)
         rest = model(
@@ -147,6 +155,28 @@ def completion_logprobs(
         )
         logits = torch.cat([logits, rest.logits], dim=1)
     return token_logprobs(logits, completion_ids, completion_mask, temperature, entropy)
+
+
+def select_rows(cache: Cache, index: Tensor) -> None:
+    """Make the cache hold row index[n] at row n, for a forward whose gradient is wanted."""
+    cache.reorder_cache(index)  # type: ignore[arg-type]
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            # Models such as Qwen3.5: the next forward would overwrite this state in place, but backward needs it.
+            # Marked as new, it gets another tensor.
+            layer.is_recurrent_states_initialized = dict.fromkeys(layer.is_recurrent_states_initialized, False)
+
+
+def frozen_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy with weights in `dtype` that is not trained.
+
+    Buffers stay as they are, as after from_pretrained(dtype=...): rotary frequencies in bf16 are off by a radian within
+    a thousand tokens.
+    """
+    twin = copy.deepcopy(model).eval().requires_grad_(False)
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return twin
 
 
 def token_logprobs(
@@ -178,9 +208,9 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return tuple(sorted(found))
 
 
-def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> int:
-    """Only fills masked places, so any valid id will do."""
-    if tokenizer.pad_token_id is not None:
+def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int], num_embeddings: int) -> int:
+    """Only fills masked places, so any id that the model embeds will do (an added <pad> may be beyond them)."""
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id < num_embeddings:
         return tokenizer.pad_token_id
     return eos_ids[0] if eos_ids else 0
 
@@ -225,9 +255,13 @@ def load_model(source: str, model_config: dict[str, Any] | None = None) -> PreTr
 
 
 def load_tokenizer(source: str, model_config: dict[str, Any] | None = None) -> PreTrainedTokenizerBase:
-    kwargs = dict((model_config or {}).get("model_kwargs") or {})
-    keep = {key: kwargs[key] for key in ("trust_remote_code", "revision", "token") if key in kwargs}
-    return AutoTokenizer.from_pretrained(embedded.resolve(source), **keep)
+    return AutoTokenizer.from_pretrained(embedded.resolve(source), **hub_options(model_config))
+
+
+def hub_options(model_config: dict[str, Any] | None) -> dict[str, Any]:
+    """What says where files come from: for a model's config and tokenizer as for its weights."""
+    kwargs = (model_config or {}).get("model_kwargs") or {}
+    return {key: kwargs[key] for key in ("trust_remote_code", "revision", "token", "subfolder") if key in kwargs}
 
 
 def add_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, special_tokens: dict[str, Any]) -> None:
@@ -237,14 +271,27 @@ def add_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
         model.resize_token_embeddings(len(tokenizer))
 
 
-def check_loadable(source: str) -> None:
+def check_loadable(source: str, model_config: dict[str, Any] | None = None) -> None:
     """Refuse a model name that is nowhere, before anything large is loaded."""
     if source in embedded.EMBEDDED:
         return
     try:
-        AutoConfig.from_pretrained(source)
+        AutoConfig.from_pretrained(source, **hub_options(model_config))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model {source!r} cannot be found: it is no embedded model ({', '.join(embedded.EMBEDDED)}), no folder "
             f"with a config.json, and no hub id that can be reached ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def check_tokenizer(source: str, model_config: dict[str, Any] | None = None) -> None:
+    """Refuse a tokenizer name that is nowhere; a folder that holds only a tokenizer will do."""
+    if source in embedded.EMBEDDED:
+        return
+    try:
+        load_tokenizer(source, model_config)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer {source!r} cannot be found: it is no embedded model ({', '.join(embedded.EMBEDDED)}), no folder "
+            f"with a tokenizer, and no hub id that can be reached ({str(error).splitlines()[0]})"
         ) from error

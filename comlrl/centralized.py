@@ -64,19 +64,23 @@ class Coordinator(Team):
     def responses(self, row: Row, texts: list[str]) -> tuple[list[str], JointReward | None]:
         empty = [""] * self.num_roles
         try:
-            answers = list(self.adapter.parse_completion(texts[0], row, self.num_roles))
+            answers = self.adapter.parse_completion(texts[0], row, self.num_roles)
         except CentralizedComparatorParseError:
             self.unparsable += 1
             if self.unparsable_reward == "empty":
                 return empty, None
             value = None if isinstance(self.unparsable_reward, str) else self.unparsable_reward
             return empty, JointReward(value, {})
+        if not isinstance(answers, (list, tuple)):
+            raise TypeError(
+                f"centralized_adapter.parse_completion must return a list of strings, not {type(answers).__name__}"
+            )
         if len(answers) != self.num_roles:
             raise ValueError(f"centralized_adapter.parse_completion returned {len(answers)} answers for {self.num_roles} roles")
         for answer in answers:
             if not isinstance(answer, str):
                 raise TypeError(f"centralized_adapter.parse_completion must return strings, not {type(answer).__name__}")
-        return answers, None
+        return list(answers), None
 
 
 def _flatten(prompt: Prompt) -> str:

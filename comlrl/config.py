@@ -410,15 +410,15 @@ def _plain(value: Any, secret: bool = False) -> Any:
 def save_yaml(config: Any, path: str | Path) -> None:
     """Write ``to_dict(config)`` so that ``--config`` reads the same settings back, secrets excepted."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(_escape(to_dict(config)))), encoding="utf-8")
+    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(escape(to_dict(config)))), encoding="utf-8")
 
 
-def _escape(value: Any) -> Any:
+def escape(value: Any) -> Any:
     """``value`` with every ``${`` of its strings marked as text, not as one of OmegaConf's references."""
     if isinstance(value, dict):
-        return {key: _escape(item) for key, item in value.items()}
+        return {key: escape(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_escape(item) for item in value]
+        return [escape(item) for item in value]
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
     return value

@@ -4,6 +4,7 @@ The four baselines are those of REINFORCE (none), GRPO (group mean), RLOO (mean 
 answer), over the K credits of one agent at one node of the rollout tree.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,8 @@ NORMALIZATION_FLOOR = 1e-6
 
 
 def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    """Equal values give that very value, and their order does not matter: equal credits stay equal floats."""
+    return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
 def joint_returns(

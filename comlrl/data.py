@@ -20,6 +20,16 @@ class RowSource:
     def __init__(self, data: Any, name: str, seed: int, shuffle: bool):
         self.name, self.seed, self.shuffle = name, seed, shuffle
         self.data: Any = data if data is not None else []
+        if isinstance(data, Mapping):
+            raise ValueError(
+                f"{name} must be a sequence or an iterable of rows, not a mapping with the keys {', '.join(map(str, data))}; "
+                "choose a split, or give a list of rows"
+            )
+        if isinstance(data, Iterator):
+            raise ValueError(
+                f"{name} is a {type(data).__name__}, which can be read only once; give list({name}), or an object whose "
+                "__iter__ starts anew (datasets.IterableDataset.from_generator)"
+            )
         self.sized = isinstance(self.data, Sequence) or (hasattr(self.data, "__len__") and hasattr(self.data, "__getitem__"))
         if not self.sized and not hasattr(self.data, "__iter__"):
             raise ValueError(f"{name} must be a sequence or an iterable of rows, not {type(data).__name__}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 TINY_CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\n' }}{% endfor %}"
@@ -30,7 +30,7 @@ def build_tiny(
     extra_tokens: tuple[str, ...] = (),
     tie_word_embeddings: bool = True,
 ) -> None:
-    """Write a byte-level Qwen2-shaped model (about 0.1 M weights) and its tokenizer to `path`.
+    """Write a byte-level Qwen3-shaped model (about 0.1 M weights) and its tokenizer to `path`.
 
     258 tokens: the 256 bytes, <pad> and <eos>; `extra_tokens` widen the vocabulary.
     """
@@ -42,13 +42,15 @@ def build_tiny(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
     tokenizer.add_tokens(list(extra_tokens))
     tokenizer.chat_template = TINY_CHAT_TEMPLATE
-    config = Qwen2Config(
+    # Not Qwen2: for that, AutoTokenizer replaces the saved tokenizer by one that changes texts (NFC) and adds a token.
+    config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=hidden_size // 4,
         max_position_embeddings=2048,
         tie_word_embeddings=tie_word_embeddings,
         bos_token_id=None,
@@ -57,7 +59,7 @@ def build_tiny(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = Qwen3ForCausalLM(config)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 

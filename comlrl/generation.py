@@ -4,6 +4,7 @@ One small interface, `generate`; another engine is one more function with this s
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,7 +103,7 @@ def _decode_batch(
     output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
     cache = output.past_key_values
     index = torch.tensor(prompt_index, device=device)
-    cache.batch_select_indices(index)
+    cache.reorder_cache(index)  # not batch_select_indices, which layers of linear attention lack
     logits = output.logits[index, -1]
     mask = mask[index]
     position = mask.sum(1)
@@ -122,6 +123,8 @@ def _decode_batch(
         token, logprob, mass = choose_tokens(logits.float(), uniforms[rows, step], greedy[rows], sampling)
         ended = torch.isin(token, eos).tolist()
         for row, (sample, t, lp, m) in enumerate(zip(alive, token.tolist(), logprob.tolist(), mass.tolist())):
+            if not math.isfinite(lp):
+                raise FloatingPointError(f"{agent.name}: the model's logits are not finite, so nothing can be sampled")
             tokens[sample].append(t)
             logprobs[sample].append(lp)
             kept[sample].append(m)
@@ -135,7 +138,7 @@ def _decode_batch(
             break
         if len(keep) < len(alive):
             select = torch.tensor(keep, device=device)
-            cache.batch_select_indices(select)
+            cache.reorder_cache(select)
             alive = [alive[row] for row in keep]
             token, mask, position = token[select], mask[select], position[select]
         mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)

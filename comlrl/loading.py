@@ -1,6 +1,5 @@
 """From names and loaded objects to a team of agents, its references and its formatters."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,8 @@ from comlrl.agents import (
     add_special_tokens,
     check_loadable,
     check_model_config,
+    check_tokenizer,
+    frozen_copy,
     load_model,
     load_tokenizer,
     resolve_dtype,
@@ -48,9 +49,13 @@ def check_team(
     check_model_config(config)
     sources = _sources(agent_model, agents, count)
     tokenizers = _tokenizers(tokenizer, sources, count)
-    for name in dict.fromkeys(source for source in [*sources, *tokenizers] if isinstance(source, str)):
-        check_loadable(name)
-    asked = config.get("dtype", config.get("torch_dtype"))
+    for name in dict.fromkeys(source for source in sources if isinstance(source, str)):
+        check_loadable(name, config)
+    for name in dict.fromkeys(item for item in tokenizers if isinstance(item, str) and item not in sources):
+        check_tokenizer(name, config)
+    # As published, either spelling, and also inside model_kwargs.
+    given = {**(config.get("model_kwargs") or {}), **config}
+    asked = given.get("dtype", given.get("torch_dtype"))
     precision = str(asked).removeprefix("torch.") if asked is not None and dtype == "auto" else dtype
     if precision not in ("auto", *DTYPES):
         raise ValueError(f"model_config.dtype={asked!r}: must be one of auto, {', '.join(DTYPES)}")
@@ -127,10 +132,7 @@ def _tokenizers(tokenizer: Any, sources: list[Any], count: int) -> list[str | Pr
 
 def load_references(agents: Sequence[Agent]) -> list[PreTrainedModel]:
     """A frozen copy of each agent's weights as they are now, in its compute dtype."""
-    return [
-        copy.deepcopy(agent.model).to(agent.compute_dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
-        for agent in agents
-    ]
+    return [frozen_copy(agent.model, agent.compute_dtype) for agent in agents]
 
 
 def resolve_devices(spec: str | Sequence[str] | None, count: int) -> list[str]:
@@ -142,7 +144,10 @@ def resolve_devices(spec: str | Sequence[str] | None, count: int) -> list[str]:
     if len(names) not in (1, count):
         raise ValueError(f"agent_devices={spec!r}: give one device, or {count} (one an agent)")
     for name in names:
-        device = torch.device(name)
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(f"agent_devices={spec!r}: {name!r} is no device; use for example cpu or cuda:0") from error
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"agent_devices={spec!r}: {name} does not exist; this process sees {torch.cuda.device_count()} GPUs")
     return names * count if len(names) == 1 else names

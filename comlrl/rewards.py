@@ -379,10 +379,11 @@ class Rewards:
                 raise RuntimeError("the function cancelled itself")
             return task.result()
         finally:
-            if (
-                task.cancel()
-            ):  # False once it is done. One that refuses to end is left behind, not waited for.
+            if not task.done():
+                task.cancel()  # one that refuses to end is left behind
                 await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
+            elif not task.cancelled():
+                task.exception()  # asyncio complains about one that nobody read, such as a Ctrl-C
 
     async def _gather(self, jobs: list[_Job], calls: Sequence[RewardCall]) -> list[list[Score]]:
         async def one(job: _Job) -> list[Score]:

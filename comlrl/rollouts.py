@@ -319,7 +319,7 @@ class Rollouts:
             "turn": node.turn + 1,
         }
         prompts = self.transition(**{name: value for name, value in offered.items() if _accepts(self.transition, name)})
-        if not isinstance(prompts, (list, tuple)) or len(prompts) != self.team.num_roles:
+        if not isinstance(prompts, (list, tuple)) or len(prompts) != self.team.num_roles or None in prompts:
             raise ValueError(
                 f"external_transition must return a list of {self.team.num_roles} prompts, one an agent; "
                 f"it returned {prompts!r:.200} at {node.name}"
@@ -361,5 +361,8 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def _accepts(function: Callable, name: str) -> bool:
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some builtins have no signature, operator.itemgetter("question") for one
+        return False
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import requests
 import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
@@ -97,6 +96,8 @@ def offline_reason(base_url: str, api_key: str | None) -> str | None:
 
     The key may also be in the environment or in the netrc file.
     """
+    import requests  # comes with wandb
+
     api_key = api_key or os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
     if not api_key and not any(map(requests.utils.get_netrc_auth, (base_url, "https://api.wandb.ai"))):
         return "no API key is configured (`wandb login`, or WANDB_API_KEY)"

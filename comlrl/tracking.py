@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import yaml
 from accelerate import PartialState
 from accelerate.tracking import GeneralTracker
@@ -70,9 +71,8 @@ class Progress:
         self.printed_step: int | None = None
         self.bar: tqdm | None = None
         if sys.stderr.isatty():
-            # Some containers' terminals have no size, and `dynamic_ncols` would draw nothing there.
-            width = shutil.get_terminal_size().columns
-            self.bar = tqdm(total=total, initial=done, unit="step", ncols=width)
+            size = shutil.get_terminal_size()  # not 0 x 0, as some containers have: tqdm would draw nothing
+            self.bar = tqdm(total=total, initial=done, unit="step", ncols=size.columns, nrows=size.lines)
 
     def update(self, step: int, shown: str) -> None:
         """Show `step` (of `total`) and a short text such as the reward."""
@@ -119,7 +119,8 @@ class Run:
         verbose: console output; None takes `wandb["config_sections"]["output"]["verbose"]`, or True.
         total_steps: optimizer steps of the whole run, for the time left; None if unknown.
         resume_folder: an existing run's folder to go on in; lines of steps after `resume_step` are dropped.
-        is_main: whether this process writes. With trackers, construct the run on all processes.
+        is_main: whether this process writes: rank 0. With trackers and several processes, make the
+            `Accelerator` or `PartialState` first.
 
     Raises:
         ValueError: a tracker is unknown or not installed, a W&B setting is wrong, `name` is not a folder
@@ -149,7 +150,10 @@ class Run:
             output = ((wandb or {}).get("config_sections") or {}).get("output") or {}
             verbose = bool(output.get("verbose", True))
         if tracker_names:
-            PartialState()  # Accelerate's trackers need it, and it may start the process group: on all ranks
+            # Accelerate's trackers make the process state if there is none, as that of a single process.
+            processes = int(os.environ.get("WORLD_SIZE", "1"))
+            assert processes == 1 or torch.distributed.is_initialized(), "make the Accelerator before the run"
+            PartialState()
         self.is_main = is_main
         self.verbose = verbose
         self.total_steps = total_steps
@@ -279,18 +283,8 @@ class Run:
 
     def summary_table(self, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """Print a table with one line a row, its columns the rows' keys, and keep it in `log.txt`."""
-        if not self.is_main:
-            return
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        table = Table(title=Text(printable(title)), title_justify="left")
-        for column in columns:
-            numeric = all(isinstance(row.get(column, 0), int | float) for row in rows)
-            table.add_column(Text(printable(column)), justify="right" if numeric else "left")
-        for row in rows:
-            table.add_row(*(Text(cell_text(row.get(column))) for column in columns))
-        text = StringIO()
-        Console(file=text, width=TABLE_WIDTH).print(table)
-        self.note("\n" + text.getvalue().rstrip())
+        if self.is_main:
+            self.note("\n" + table_text(rows, title))
 
     def wandb_state(self) -> dict[str, Any] | None:
         """`id`, `project` and `entity` of the W&B run, for a checkpoint; None if the run has none."""
@@ -373,6 +367,20 @@ class Run:
 
 def timestamp() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def table_text(rows: Sequence[Mapping[str, Any]], title: str) -> str:
+    """A table with one line a row, its columns the rows' keys."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(title=Text(printable(title)), title_justify="left")
+    for column in columns:
+        numeric = all(isinstance(row.get(column, 0), int | float) for row in rows)
+        table.add_column(Text(printable(column)), justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*(Text(cell_text(row.get(column))) for column in columns))
+    text = StringIO()
+    Console(file=text, width=TABLE_WIDTH).print(table)
+    return text.getvalue().rstrip()
 
 
 def cell_text(value: Any) -> str:

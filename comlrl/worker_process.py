@@ -192,9 +192,13 @@ def _work(others: list[Connection], connection: Connection, functions: Sequence[
     for other in others:
         other.close()
     os.setsid()  # a group of its own, so that what the functions start can be killed with it
-    for number in _job_signals():  # the worker stays while the trainer saves; its own children react as usual
+    for number in _job_signals():  # the worker stays while the trainer reacts, for example saves
         signal.signal(number, lambda *_: None)
-        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+    os.register_at_fork(  # its own children react as usual, also to a signal sent right after the fork
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, _job_signals()),
+        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _job_signals()),
+        after_in_child=_restore_signals,
+    )
     torch.set_num_threads(
         1
     )  # the threads of the parent's pool do not exist here, waiting for them would hang
@@ -215,6 +219,12 @@ def _work(others: list[Connection], connection: Connection, functions: Sequence[
 def _job_signals() -> list[signal.Signals]:
     """What terminals and cluster managers send to all processes of a job, to warn or to end it."""
     return [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+
+
+def _restore_signals() -> None:
+    for number in _job_signals():
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _job_signals())
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -1,14 +1,15 @@
 """The reward contract: binding, batching, returns, failures, time-outs, and no process left behind."""
 
 import asyncio
+import contextlib
 import functools
 import math
 import multiprocessing
 import os
+import pathlib
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -28,7 +29,7 @@ from comlrl.rewards import (
 )
 from comlrl.utils.reward_processor import RewardProcessors
 
-LIMIT = 0.3  # seconds
+LIMIT = 0.5  # seconds
 
 
 def make_call(agents=2, samples=3, row=0):
@@ -63,7 +64,7 @@ def children():
 
 
 def started(before, count):
-    """Waits until there are so many new children: a supervisor forks its worker on its own time."""
+    """Waits until there are so many new children: a supervisor forks its worker in its own time."""
     for _ in range(100):
         if len(children() - before) >= count:
             break
@@ -328,7 +329,7 @@ def test_a_wrong_length_or_type_always_raises(build, returned, message, on_error
     def grade(c1, c2):
         return returned
 
-    with pytest.raises(ValueError, match="^reward function grade must return ") as wrong:
+    with pytest.raises(ValueError, match="reward function grade must return ") as wrong:
         build(grade, 2, on_error=on_error)([make_call()])
     assert message in str(wrong.value)
     assert "row 0, turn 1, node 0/2, samples s0.0, s0.1, s0.2" in str(wrong.value)
@@ -348,7 +349,7 @@ def test_a_hidden_coroutine_is_named(build):
         build(lambda c1, c2: slow(c1, c2), 2)([make_call()])
 
 
-# ----------------------------------------------------------------------------------- None, several functions, processors
+# ----------------------------------------------------------------------------------- None, several, processor
 
 
 def test_none_leaves_the_statistics_and_is_counted(build):
@@ -571,20 +572,20 @@ def test_async_timeouts_and_failures(build):
         return 1.0
 
     skipping = build(f, 2, batch_size=1, timeout=LIMIT, on_error="skip")
-    started = time.monotonic()
-    assert values(skipping([make_call(), make_call(row=1)])) == [[1.0, None, None]] * 2
-    assert time.monotonic() - started < 2 * LIMIT  # both at the same time
-    assert (skipping.counters["timeouts"], skipping.counters["errors"]) == (2, 2)
+    start = time.monotonic()
+    assert values(skipping([make_call(row=row) for row in range(6)])) == [[1.0, None, None]] * 6
+    assert time.monotonic() - start < 4 * LIMIT  # all at the same time
+    assert (skipping.counters["timeouts"], skipping.counters["errors"]) == (6, 6)
     assert any(
-        "sample s1.1: TimeoutError: no answer within reward_timeout=0.3 s" in x for x in skipping.incidents
+        "sample s1.1: TimeoutError: no answer within reward_timeout=0.5 s" in x for x in skipping.incidents
     )
 
     raising = build(f, 2, batch_size=1, timeout=60)
-    started = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(Unlucky) as caught:
         raising([make_call()])
     assert caught.value.code == 3
-    assert time.monotonic() - started < 1  # the sleeper is cancelled, not waited for
+    assert time.monotonic() - start < 20  # the sleeper is cancelled, not waited for
 
 
 def test_an_async_timeout_raises_and_names_the_call(build):
@@ -599,7 +600,7 @@ def test_an_async_timeout_raises_and_names_the_call(build):
 
     rewards = build(f, 2, timeout=LIMIT)
     with pytest.raises(
-        TimeoutError, match=r"reward_timeout=0\.3 s \(f on row 0, turn 1, node 0/2, samples s0\.0"
+        TimeoutError, match=r"reward_timeout=0\.5 s \(f on row 0, turn 1, node 0/2, samples s0\.0"
     ):
         rewards([make_call()])
     assert cancelled == [1]
@@ -623,6 +624,40 @@ def test_a_users_own_timeout_is_an_error_and_not_ours(build):
     rewards = build(f, 2, timeout=60, on_error="skip")
     assert values(rewards([make_call()])) == [[None] * 3]
     assert (rewards.counters["timeouts"], rewards.counters["errors"]) == (0, 1)
+
+
+def test_a_ctrl_c_cancels_async_calls(build):
+    cancelled = []
+
+    async def f(c1, c2):
+        if c1 == ["a1"]:
+            os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.extend(c1)
+            raise
+
+    rewards = build(f, 2, batch_size=1)
+    with pytest.raises(KeyboardInterrupt):
+        rewards([make_call()])
+    assert "a0" in cancelled
+    with pytest.raises(RuntimeError, match="closed"):
+        rewards([make_call()])
+
+
+def test_a_coroutine_that_refuses_to_end_freezes_nothing(build, monkeypatch):
+    monkeypatch.setattr("comlrl.rewards._CANCEL_SECONDS", 0.1)
+
+    async def f(c1, c2):
+        for _ in range(1000):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+        return 1.0
+
+    rewards = build(f, 2, timeout=LIMIT, on_error="skip")
+    assert values(rewards([make_call()])) == [[None] * 3]
+    rewards.close()
 
 
 def test_async_functions_work_where_a_loop_is_running(build):
@@ -695,7 +730,7 @@ def test_a_time_out_raises_and_names_function_and_samples(build):
 
     rewards = build(hang, 2, timeout=LIMIT)
     with pytest.raises(
-        TimeoutError, match=r"reward_timeout=0\.3 s \(hang on row 0, turn 1, node 0/2, samples s0\.0"
+        TimeoutError, match=r"reward_timeout=0\.5 s \(hang on row 0, turn 1, node 0/2, samples s0\.0"
     ):
         rewards([make_call()])
 
@@ -770,8 +805,9 @@ def test_exceptions_come_back_from_the_worker(build):
         return RewardCall({}, ["", ""], [[first], [first]], "row 0", ["s"])
 
     rewards = build(f, 2, timeout=30)
-    with pytest.raises(ValueError, match="^out of range$") as caught:
+    with pytest.raises(ValueError, match="out of range") as caught:
         rewards([call("a0")])
+    assert str(caught.value) == "out of range"
     assert type(caught.value) is ValueError
     if sys.version_info >= (3, 11):
         assert "in f\n" in caught.value.__notes__[0]  # the traceback in the worker
@@ -826,7 +862,7 @@ def test_what_a_hung_function_started_is_killed_with_it(build, tmp_path):
         time.sleep(3600)
 
     before = children()
-    rewards = build(f, 2, timeout=1, on_error="skip")
+    rewards = build(f, 2, timeout=1.5, on_error="skip")
     assert values(rewards([make_call()])) == [[None] * 3]
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 3
@@ -880,49 +916,50 @@ def test_an_object_that_is_dropped_leaves_nothing():
     assert children() == before
 
 
-TRAINER = """
-import psutil, sys, time
+def train(pids):
+    """A trainer whose reward function hangs in its first call."""
+    before = children()
+    rewards = Rewards(lambda c1, c2: time.sleep(3600), 2, timeout=3600, on_error="skip")
+    assert started(before, 2)
+    pids.send(children())
+    rewards([make_call()])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_worker_dies_with_a_trainer_that_is_killed(number):
+    receiver, sender = multiprocessing.Pipe()
+    trainer = multiprocessing.get_context("fork").Process(target=train, args=(sender,))
+    trainer.start()
+    pids = receiver.recv()
+    assert len(pids) == 2
+    time.sleep(0.1)
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    os.kill(trainer.pid, number)
+    trainer.join(10)
+    assert trainer.exitcode == (-9 if number is signal.SIGKILL else 1)  # 1: KeyboardInterrupt
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.full  # it has to import torch once more
+def test_a_script_that_ends_without_close_leaves_nothing():
+    script = """
+import psutil, time
 from comlrl.rewards import RewardCall, Rewards
-
-def f(c1, c2):
-    if c1 == ["hang"]:
-        time.sleep(3600)
-    return [1.0]
-
-rewards = Rewards(f, 2, timeout=3600, on_error="skip")
+async def g(c1, c2):
+    return 1.0
+rewards = Rewards([lambda c1, c2: [1.0], g], 2, timeout=3600)
 while len(pids := [process.pid for process in psutil.Process().children(recursive=True)]) < 2:
     time.sleep(0.01)
-print(*pids, flush=True)
-mode = sys.argv[1]
-rewards([RewardCall({}, ["", ""], [["hang" if mode == "hang" else ""], [""]], "row 0", ["s"])])
-print("the end", flush=True)
+print(rewards([RewardCall({}, ["", ""], [[""], [""]], "row 0", ["s"])])[0][0].value, *pids)
 """
-
-
-@pytest.mark.parametrize("number", [None, signal.SIGKILL, signal.SIGINT])
-def test_the_worker_dies_with_its_trainer(tmp_path, number):
-    """At a normal end without close; when killed in the middle of a hung call; and at a Ctrl-C in it."""
-    script = tmp_path / "trainer.py"
-    script.write_text(textwrap.dedent(TRAINER))
-    mode = "normal" if number is None else "hang"
-    trainer = subprocess.Popen(
-        [sys.executable, str(script), mode],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    root = pathlib.Path(__file__).parent.parent
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60
     )
-    pids = [int(pid) for pid in trainer.stdout.readline().split()]
-    assert len(pids) == 2
-    if number is not None:
-        time.sleep(0.3)
-        trainer.send_signal(number)
-    out, err = trainer.communicate(timeout=20)
-    assert all(gone(pid) for pid in pids)
-    if number is None:
-        assert (out, err, trainer.returncode) == ("the end\n", "", 0)
-    if number is signal.SIGINT:
-        assert "KeyboardInterrupt" in err
+    assert (ended.returncode, ended.stderr) == (0, "")
+    value, *pids = ended.stdout.split()
+    assert (value, len(pids)) == ("2.0", 2)
+    assert all(gone(int(pid)) for pid in pids)
 
 
 # ----------------------------------------------------------------------------------- settings, ranges

@@ -1,4 +1,4 @@
-"""Tasks: scores by hand, splits, prompts and feedback, the matrix games, loading, and `python -m comlrl.tasks`."""
+"""Tasks: scores by hand, splits, prompts, feedback, matrix games, loading, and `python -m comlrl.tasks`."""
 
 import itertools
 import math

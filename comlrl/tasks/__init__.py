@@ -83,6 +83,20 @@ def load_task(spec: str, num_agents: int, task_args: Mapping[str, Any] | None = 
     return task
 
 
+def load_rewards(reward: Any, task: Task) -> tuple[list[Callable], list[float]]:
+    """The task's reward, or the user's: `file.py:name`, or a list of {use: file.py:name, weight: 1.0}."""
+    if reward is None:
+        return [task.reward], [1.0]
+    entries = reward if isinstance(reward, list) else [{"use": reward}]
+    functions, weights = [], []
+    for entry in entries:
+        if not isinstance(entry, dict) or "use" not in entry or set(entry) - {"use", "weight"}:
+            raise ValueError(f"reward: {entry!r} must be a mapping with use: file.py:name (or 'task') and weight: a number")
+        functions.append(task.reward if entry["use"] == "task" else load_object(entry["use"], "reward"))
+        weights.append(float(entry.get("weight", 1.0)))
+    return functions, weights
+
+
 def _checked_arguments(function: Callable[..., Task], arguments: dict[str, Any], spec: str) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

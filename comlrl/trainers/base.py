@@ -11,6 +11,7 @@ import torch
 
 from comlrl import credit
 from comlrl.agents import Agent
+from comlrl.config import escape
 from comlrl.data import RowSource
 from comlrl.engine import Engine, OptimizerSettings
 from comlrl.evaluation import evaluate_team
@@ -120,6 +121,7 @@ class TeamTrainer:
         self.step = self.env_step = self.rollout = 0
         self.epoch, self.position = 0, 0
         self.buffer: list[Node] = []  # roots of finished trees that were not learned from yet
+        self.evaluations: list[tuple[int, Metrics]] = []  # (step, metrics)
         self.pending: Metrics = {}  # numbers of rollouts since the last step
         functions = list(reward_func) if isinstance(reward_func, (list, tuple)) else [reward_func]
         # Reward workers are forked here: before any model, so that they stay small and no thread is running yet.
@@ -139,16 +141,8 @@ class TeamTrainer:
         args = self.args
         self.agents: list[Agent] = load_team(self.members)
         self.references: list[torch.nn.Module] = load_references(self.agents) if args.reference_kl_enabled else []
-        self.rollouts = Rollouts(
-            self.agents,
-            self.rewards,
-            self.formatters,
-            self.external_transition,
-            self.team,
-            chat_template=args.chat_template,
-            prompt_limits=[self.prompt_limit(agent) for agent in self.agents],
-            passthrough=args.external_prompt_passthrough,
-            max_rows=args.generation_batch_rows,
+        self.rollouts = build_rollouts(
+            self.agents, self.rewards, self.formatters, self.external_transition, self.team, args
         )
         settings = OptimizerSettings(
             args.agent_learning_rate,
@@ -193,6 +187,7 @@ class TeamTrainer:
     def log_evaluation(self) -> None:
         metrics, records = self._evaluate()
         if metrics and self.run is not None:
+            self.evaluations.append((self.step, metrics))
             self.run.log(metrics, step=self.step, env_step=self.env_step, epoch=self.fractional_epoch, kind="eval")
             self.run.log_completions([{"step": self.step, **record} for record in records])
         self.drain_incidents()
@@ -218,6 +213,21 @@ class TeamTrainer:
         if self.run is not None:
             self.run.log(line, step=self.step, env_step=self.env_step, epoch=self.fractional_epoch, kind="train")
 
+    def summary(self) -> list[dict[str, Any]]:
+        """First and last evaluation as rows of a table: rewards, then lengths and truncated shares of each agent."""
+        rows = []
+        for step, metrics in [self.evaluations[0], self.evaluations[-1]] if self.evaluations else []:
+            row: dict[str, Any] = {"step": step}
+            for key in ("eval/reward_mean", "eval/sampled/reward_mean", "eval/sampled/best_of_k"):
+                if key in metrics:
+                    row[key.removeprefix("eval/")] = metrics[key]
+            kind = "eval/sampled" if "eval/sampled/reward_mean" in metrics else "eval"
+            for agent in range(len(self.agents)):
+                for name in ("characters", "truncated_share"):
+                    row[f"agent_{agent} {name}"] = metrics[f"{kind}/agent_{agent}/turn_1/{name}"]
+            rows.append(row)
+        return rows
+
     def note(self, text: str) -> None:
         if self.run is not None:
             self.run.note(text)
@@ -236,7 +246,8 @@ class TeamTrainer:
             self.run = Run(
                 self.args.output_dir,
                 self.args.run_name or type(self).__name__.removesuffix("Trainer").lower(),
-                {**self.run_config, "trainer": type(self).__name__, "args": asdict(self.args)},
+                # A script's settings are written so that `--config` and `python -m comlrl.evaluate` read them back.
+                escape({**(self.run_config or {"trainer": type(self).__name__}), "args": asdict(self.args)}),
                 seed=self.args.seed,
                 trackers=self.trackers,
                 wandb=self.wandb_config,
@@ -308,15 +319,6 @@ class TeamTrainer:
                 "raise max_tree_nodes"
             )
 
-    def prompt_limit(self, agent: Agent) -> int:
-        room = agent.context_length - self.args.max_new_tokens
-        if room < 1:
-            raise ValueError(
-                f"max_new_tokens={self.args.max_new_tokens}: {agent.name}'s context holds {agent.context_length} tokens, "
-                "so no room is left for a prompt"
-            )
-        return room if self.args.max_prompt_length is None else min(room, self.args.max_prompt_length)
-
     def sampling_with(self, overrides: dict[str, Any]) -> Sampling:
         unknown = sorted(set(overrides) - set(SAMPLING_OVERRIDES))
         if unknown:
@@ -360,3 +362,35 @@ class TeamTrainer:
         rows = [row for _, row in self.eval_rows.first(None)]
         size = self.args.eval_batch_size
         return (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def build_rollouts(
+    agents: Sequence[Agent],
+    rewards: Rewards,
+    formatters: Sequence[Callable],
+    transition: Callable | None,
+    team: Team,
+    args: MAGRPOConfig,
+) -> Rollouts:
+    return Rollouts(
+        agents,
+        rewards,
+        formatters,
+        transition,
+        team,
+        chat_template=args.chat_template,
+        prompt_limits=[prompt_limit(agent, args) for agent in agents],
+        passthrough=args.external_prompt_passthrough,
+        max_rows=args.generation_batch_rows,
+    )
+
+
+def prompt_limit(agent: Agent, args: MAGRPOConfig) -> int:
+    """Tokens that a prompt of this agent may have, so that a whole answer still fits into its context."""
+    room = agent.context_length - args.max_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"max_new_tokens={args.max_new_tokens}: {agent.name}'s context holds {agent.context_length} tokens, "
+            "so no room is left for a prompt"
+        )
+    return room if args.max_prompt_length is None else min(room, args.max_prompt_length)

@@ -69,8 +69,6 @@ class MAGRPOTrainer(TeamTrainer):
                 self.epoch, self.position = self.epoch + 1, 0
         if args.eval_interval and last_evaluation != self.step:
             self.log_evaluation()
-        assert self.run is not None
-        pass
 
     @property
     def finished(self) -> bool:

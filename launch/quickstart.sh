@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Two agents learn a task together: the embedded model on a CPU (or the first GPU), about ten minutes on 2 cores.
+# Further arguments are settings: bash launch/quickstart.sh args.seed=1
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/setup.sh
+exec accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+    train_magrpo.py --config configs/quickstart.yaml "$@"

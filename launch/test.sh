@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The core tests (under 12 minutes on 2 cores). Further arguments go to pytest: bash launch/test.sh -m full
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/setup.sh
+export HF_HUB_OFFLINE=1
+if [ $# -eq 0 ]; then set -- -m "not full"; fi
+python -m pytest "$@"

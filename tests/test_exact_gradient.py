@@ -1,0 +1,264 @@
+"""The whole path from prompts to gradients against exact expectations.
+
+Everything the team can say is enumerated, so the expected gradient of each estimator is a finite sum, and the
+gradient of the expected discounted return is autograd through another one. They meet the trainer twice: on trees
+that the real sampler drew (|z| < 4 in each weight), and on all trees there are, weighted by their probabilities
+(to rounding).
+"""
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from tiny_team import Game, GradientTrainer, flat_gradient
+
+from comlrl import credit
+from comlrl.credit import ADVANTAGE_MODES
+from comlrl.generation import Completion
+from comlrl.rollouts import Rollouts, fill_returns, joint_actions, walk
+
+DISCOUNT = 0.5
+
+# ---- the plain twin: sums over everything that can be said -----------------------------------------
+
+
+def answer_logprobs(game, model, prompt_ids):
+    """Log-prob of each answer, by one unpadded forward of prompt and answer, with gradient; [answers]."""
+    rows = [[*prompt_ids, *ids, *[0] * (game.max_new_tokens - len(ids))] for ids in game.answers]
+    logprobs = torch.log_softmax(model(torch.tensor(rows)).logits.double(), -1)
+    start = len(prompt_ids) - 1
+    return torch.stack(
+        [sum(logprobs[n, start + t, token] for t, token in enumerate(ids)) for n, ids in enumerate(game.answers)]
+    )
+
+
+class Enumeration:
+    """The team's policies as tables, and what follows from them by summation.
+
+    `logprobs[agent][history]`: of the answers. `outcomes[history]`: all that can happen to the K samples an agent
+    at a node of that history (probability [M], answer numbers [M, agent, K], credits [M, agent, K]).
+    `presence[history]`: expected weight of such nodes in a tree.
+    """
+
+    def __init__(self, game, trainer, threshold=None):
+        self.game, self.trainer, self.threshold = game, trainer, threshold
+        self.turns, self.generations = trainer.shape.num_turns, trainer.shape.num_generations
+        self.actions = joint_actions(self.generations, 2, trainer.shape.joint_mode)
+        histories = list(game.rewards) if self.turns > 1 else [None]
+        self.logprobs = [
+            {h: answer_logprobs(game, agent.model, agent.encode(game.prompt(h, i))) for h in histories}
+            for i, agent in enumerate(trainer.agents)
+        ]
+        self.probabilities = [{h: lp.detach().exp() for h, lp in table.items()} for table in self.logprobs]
+        for table in self.probabilities:
+            assert all(row.sum().item() == pytest.approx(1, abs=1e-6) for row in table.values())
+        self.outcomes, self.presence = {}, Counter({None: 1.0})
+        self.enumerate_outcomes()
+
+    def groups(self, history):
+        """Every outcome of the samples: probability, answers of both agents, answers of each joint action."""
+        count = len(self.game.answers)
+        first, second = (table[history].tolist() for table in self.probabilities)
+        for x in itertools.product(range(count), repeat=self.generations):
+            for y in itertools.product(range(count), repeat=self.generations):
+                probability = math.prod(first[a] for a in x) * math.prod(second[a] for a in y)
+                yield probability, (x, y), [(x[k], y[m]) for k, m in self.actions]
+
+    def ended(self, rewards):
+        if self.turns == 1:
+            return True
+        return self.threshold is not None and mean(rewards) > self.threshold
+
+    def credits(self, returns):
+        """[agent][k]: the mean return of the joint actions that contain the sample."""
+        return [
+            [mean([r for action, r in zip(self.actions, returns) if action[i] == k]) for k in range(self.generations)]
+            for i in range(2)
+        ]
+
+    def enumerate_outcomes(self):
+        means = {}  # of each child: the distribution of its mean return
+        for history in self.logprobs[0]:
+            if history is not None:
+                rows, means[history] = [], Counter()
+                for probability, answers, joints in self.groups(history):
+                    rewards = [self.game.rewards[history][joint] for joint in joints]
+                    means[history][round(mean(rewards), 12)] += probability
+                    rows.append((probability, answers, self.credits(rewards)))
+                self.outcomes[history] = as_tensors(rows)
+        rows = []
+        for probability, answers, joints in self.groups(None):
+            rewards = [self.game.rewards[None][joint] for joint in joints]
+            if self.ended(rewards):
+                rows.append((probability, answers, self.credits(rewards)))
+                continue
+            for joint in joints:
+                self.presence[joint] += probability * DISCOUNT / len(joints)
+            for outcome in itertools.product(*[means[joint].items() for joint in joints]):
+                returns = [r + DISCOUNT * value for r, (value, _) in zip(rewards, outcome)]
+                chance = probability * math.prod(p for _, p in outcome)
+                rows.append((chance, answers, self.credits(returns)))
+        self.outcomes[None] = as_tensors(rows)
+
+    def greedy(self, history):
+        """The joint answer of most probable tokens."""
+        said = []
+        for agent in range(2):
+            prefix: tuple = ()
+            while prefix not in self.game.answers:
+                weight: Counter = Counter()
+                for ids, p in zip(self.game.answers, self.probabilities[agent][history].tolist()):
+                    if ids[: len(prefix)] == prefix:
+                        weight[ids[: len(prefix) + 1]] += p
+                prefix = weight.most_common(1)[0][0]
+            said.append(self.game.answers.index(prefix))
+        return tuple(said)
+
+    def greedy_return(self, history):
+        joint = self.greedy(history)
+        reward = self.game.rewards[history][joint]
+        if history is not None or self.ended([reward]):
+            return reward
+        return reward + DISCOUNT * self.greedy_return(joint)
+
+    def expected_gradient(self, mode):
+        """Of the loss of one tree, one flat tensor an agent: -sum of E[weight * A / K] * grad log pi."""
+        loss = 0.0
+        for history, (probability, answers, credits) in self.outcomes.items():
+            baseline = self.greedy_return(history) if mode == "greedy" else None
+            for agent in range(2):
+                values = plain_advantages(credits[:, agent], mode, mode == "mean", baseline)
+                weight = self.presence[history] * probability[:, None] / self.generations
+                sums = torch.zeros(len(self.game.answers), dtype=torch.float64)
+                sums.index_add_(0, answers[:, agent].flatten(), (weight * values).flatten())
+                loss = loss - (sums * self.logprobs[agent][history]).sum()
+        return self.backward(loss)
+
+    def exact_gradient(self):
+        """Of minus the expected discounted return of one trajectory, by autograd."""
+        assert self.threshold is None or self.generations == 1  # else the samples of a node end together
+        expected = self.expectation(self.game.rewards[None], None)
+        for joint, reward in self.game.rewards[None].items():
+            if not self.ended([reward]):
+                arrives = self.logprobs[0][None][joint[0]].exp() * self.logprobs[1][None][joint[1]].exp()
+                expected = expected + DISCOUNT * arrives * self.expectation(self.game.rewards[joint], joint)
+        return self.backward(-expected)
+
+    def expectation(self, table, history):
+        """Of one turn's reward, with gradient."""
+        first, second = (logprobs[history].exp() for logprobs in self.logprobs)
+        return sum(first[x] * second[y] * reward for (x, y), reward in table.items())
+
+    def backward(self, loss):
+        parameters = [list(agent.model.parameters()) for agent in self.trainer.agents]
+        gradients = [
+            torch.autograd.grad(loss, each, retain_graph=True, materialize_grads=True) for each in parameters
+        ]
+        return [torch.cat([g.flatten() for g in each]).double() for each in gradients]
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def as_tensors(rows):
+    probability, answers, credits = zip(*rows)
+    return (
+        torch.tensor(probability, dtype=torch.float64),
+        torch.tensor(answers),
+        torch.tensor(credits, dtype=torch.float64),
+    )
+
+
+def plain_advantages(credits, mode, normalize, greedy_return):
+    """[M, K]: M groups of K credits."""
+    columns = [credits[:, k] for k in range(credits.shape[1])]
+    average = mean(columns)
+    baseline = {
+        "raw": lambda k: 0.0,
+        "mean": lambda k: average,
+        "greedy": lambda k: greedy_return,
+        "max": lambda k: torch.stack(columns).amax(0),
+        "rloo": lambda k: mean(columns[:k] + columns[k + 1 :]),
+    }[mode]
+    values = torch.stack([column - baseline(k) for k, column in enumerate(columns)], 1)
+    if normalize:
+        deviation = mean([(column - average) ** 2 for column in columns]) ** 0.5
+        values = values / deviation.clamp(min=1e-6)[:, None]
+    return values
+
+
+def assert_close(gradients, expected, relative=2e-5):
+    for gradient, other in zip(gradients, expected, strict=True):
+        scale = other.abs().max()
+        assert scale > 1e-2
+        assert (gradient - other).abs().max() < relative * scale
+
+
+# ---- sampled trees ---------------------------------------------------------------------------------
+
+# Agents need each other's answer, and the second turn needs the first one's.
+def first_reward(x, y):
+    return [0.0, 0.3, 1.0][(x + 2 * y) % 3]
+
+
+def second_reward(past, now):
+    return float((past[0] + 2 * past[1] + now[0] + 3 * now[1] + now[0] * now[1]) % 3 == 0)
+
+
+WORDS = Game("a", 2, first_reward, second_reward)  # "", "a", "aa": up to two tokens, with and without EOS
+LETTERS = Game("ab", 1, first_reward, second_reward)  # "", "a", "b": one token
+
+
+@dataclasses.dataclass
+class Case:
+    game: Game
+    generations: int
+    joint_mode: str = "aligned"
+    threshold: float | None = None
+
+    def trainer(self):
+        return self.game.trainer(
+            GradientTrainer,
+            num_generations=self.generations,
+            joint_mode=self.joint_mode,
+            early_termination_threshold=self.threshold,
+            discount=DISCOUNT,
+            advantage_mode="greedy",  # for its chains; the trees serve every mode
+        )
+
+
+SAMPLED = {
+    "aligned": Case(WORDS, 2),
+    "cross": Case(LETTERS, 2, "cross"),
+    "three": Case(LETTERS, 3),
+    "ending early": Case(WORDS, 2, threshold=0.6),
+}
+
+
+def check_sampled(case, groups, trees):
+    """Each weight's mean over independent groups of trees is within 4 standard errors of its expectation."""
+    trainer = case.trainer()
+    enumeration = Enumeration(case.game, trainer, case.threshold)
+    rows = [(number, {}) for number in range(groups * trees)]
+    roots, _ = trainer.rollouts.expand(rows, trainer.shape, trainer.sampling, (0, "train", 0))
+    for mode in ADVANTAGE_MODES:
+        trainer.args = dataclasses.replace(trainer.args, advantage_mode=mode)
+        expected = enumeration.expected_gradient(mode)
+        drawn = [trainer.gradient_of(roots[g * trees : (g + 1) * trees])[0] for g in range(groups)]
+        for agent in range(2):
+            gradients = torch.stack([flat[agent] for flat in drawn])
+            error = gradients.std(0) / groups**0.5
+            live = error > 1e-5 * error.max()  # others have no gradient but rounding, such as the keys' bias
+            distance = (gradients.mean(0) - expected[agent]).abs()
+            assert (distance[~live] < 1e-5).all()
+            assert (distance / error)[live].max() < 4, (mode, agent)
+            assert (expected[agent].abs() / error)[live].max() > 8, (mode, agent)  # enough trees to tell
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_trees_have_the_expected_gradient(name):
+    check_sampled(SAMPLED[name], groups=30, trees=50)
