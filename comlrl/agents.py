@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from comlrl import embedded
@@ -79,7 +85,9 @@ class Agent:
             text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
             ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
-            raise ValueError(f"{self.name}: a prompt of zero tokens cannot be answered; make the formatter return some text")
+            raise ValueError(
+                f"{self.name}: a prompt of zero tokens cannot be answered; make the formatter return some text"
+            )
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -102,9 +110,7 @@ class Agent:
                 torch._foreach_copy_(list(self._sampler.parameters()), list(self.model.parameters()))
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32
-        )
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32)
 
     def save(self, folder: str) -> None:
         """An ordinary Hugging Face folder: fp32 weights, tokenizer, generation config."""
@@ -138,7 +144,11 @@ def completion_logprobs(
     """
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
     prefix = model(
-        input_ids=prompt_ids, attention_mask=prompt_mask, position_ids=positions, use_cache=True, logits_to_keep=1
+        input_ids=prompt_ids,
+        attention_mask=prompt_mask,
+        position_ids=positions,
+        use_cache=True,
+        logits_to_keep=1,
     )
     logits = prefix.logits[:, -1:][prompt_index]
     if completion_ids.shape[1] > 1:
@@ -264,7 +274,9 @@ def hub_options(model_config: dict[str, Any] | None) -> dict[str, Any]:
     return {key: kwargs[key] for key in ("trust_remote_code", "revision", "token", "subfolder") if key in kwargs}
 
 
-def add_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, special_tokens: dict[str, Any]) -> None:
+def add_special_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, special_tokens: dict[str, Any]
+) -> None:
     """Add tokens and widen the embeddings to hold them; never shrinks (checkpoints are often padded wider)."""
     tokenizer.add_special_tokens(special_tokens)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:

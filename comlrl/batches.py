@@ -43,7 +43,9 @@ class MicroBatch:
     completion_mask: Tensor
     prompt_index: Tensor
 
-    def logprobs(self, agent: Agent, model: torch.nn.Module, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, agent: Agent, model: torch.nn.Module, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
         with agent.autocast():
             return completion_logprobs(
                 model,
@@ -80,13 +82,19 @@ def micro_batches(samples: Sequence[Sample], agent: Agent, budget: int) -> Itera
     for prompt, group in by_prompt.items():
         for sample in group:
             rows = len(prompts | {prompt: None})
-            wide_prompt, wide_answer = max(width_prompt, len(prompt)), max(width_answer, len(sample.token_ids))
+            wide_prompt, wide_answer = (
+                max(width_prompt, len(prompt)),
+                max(width_answer, len(sample.token_ids)),
+            )
             if batch and rows * wide_prompt + (len(batch) + 1) * wide_answer > budget:
                 yield collate(batch, agent)
                 batch, prompts, width_prompt, width_answer = [], {}, 0, 0
             batch.append(sample)
             prompts[prompt] = None
-            width_prompt, width_answer = max(width_prompt, len(prompt)), max(width_answer, len(sample.token_ids))
+            width_prompt, width_answer = (
+                max(width_prompt, len(prompt)),
+                max(width_answer, len(sample.token_ids)),
+            )
     if batch:
         yield collate(batch, agent)
 

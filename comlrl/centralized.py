@@ -76,10 +76,14 @@ class Coordinator(Team):
                 f"centralized_adapter.parse_completion must return a list of strings, not {type(answers).__name__}"
             )
         if len(answers) != self.num_roles:
-            raise ValueError(f"centralized_adapter.parse_completion returned {len(answers)} answers for {self.num_roles} roles")
+            raise ValueError(
+                f"centralized_adapter.parse_completion returned {len(answers)} answers for {self.num_roles} roles"
+            )
         for answer in answers:
             if not isinstance(answer, str):
-                raise TypeError(f"centralized_adapter.parse_completion must return strings, not {type(answer).__name__}")
+                raise TypeError(
+                    f"centralized_adapter.parse_completion must return strings, not {type(answer).__name__}"
+                )
         return list(answers), None
 
 

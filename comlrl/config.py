@@ -53,9 +53,7 @@ class RunConfig:
     model_config: dict[str, Any] = option({}, "dtype, attn_implementation, model_kwargs, special_tokens")
     task: str = option("length_ratio", "a name of comlrl.tasks, or file.py:name of a function making a Task")
     task_args: dict[str, Any] = option({}, "arguments of the task's function")
-    reward: Any = option(
-        None, "null: the task's; file.py:name; or a list of {use: file.py:name, weight: 1.0}"
-    )
+    reward: Any = option(None, "null: the task's; file.py:name; or a list of {use: file.py:name, weight: 1.0}")
     save_dir: str | None = option(None, "where the trained models go; null: model/ in the run's folder")
     wandb: dict[str, Any] | None = option(None, "project, entity, name, ...: switches Weights & Biases on")
     trackers: list[str] = option([], "names of Accelerate's trackers: tensorboard, wandb, ...")
@@ -69,9 +67,7 @@ class RunConfig:
         expected = 1 if self.algorithm.startswith("centralized") else self.num_agents
         for key, names in (("models", self.models), ("tokenizers", self.tokenizers)):
             if names is not None and len(names) != expected:
-                raise ValueError(
-                    f"{key}={names}: {expected} expected for num_agents={self.num_agents}, or null"
-                )
+                raise ValueError(f"{key}={names}: {expected} expected for num_agents={self.num_agents}, or null")
 
 
 # --- a dataclass from a nested dict ---
@@ -170,9 +166,7 @@ def _wrong_type(value: Any, expected: Any, path: str) -> ValueError:
     if expected is str and isinstance(value, (bool, int, float)):
         hint = "; put it in quotes"
     shown = _plain(value, secret=any(is_secret(part) for part in path.split(".")))
-    return ValueError(
-        f"{path}={shown!r}: expected {_type_name(expected)}, got {_type_name(type(value))}{hint}"
-    )
+    return ValueError(f"{path}={shown!r}: expected {_type_name(expected)}, got {_type_name(type(value))}{hint}")
 
 
 def _type_name(expected: Any) -> str:
@@ -331,9 +325,7 @@ def _keys(cls: type, sections: Mapping[str, type], path: str = "") -> list[_Key]
         if not field.init:
             continue
         expected, place = hints[field.name], _join(path, field.name)
-        section = next(
-            (kind for kind in (expected, *get_args(expected)) if dataclasses.is_dataclass(kind)), None
-        )
+        section = next((kind for kind in (expected, *get_args(expected)) if dataclasses.is_dataclass(kind)), None)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         keys.append(_Key(place, expected, default, field.metadata.get("help", ""), section))
         if section is not None:
@@ -463,9 +455,7 @@ def _import_file(where: str) -> types.ModuleType:
         module_spec = importlib.util.spec_from_file_location(name, path)
         assert module_spec is not None
         assert module_spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(
-            module_spec
-        )  # before it runs: dataclasses look it up
+        sys.modules[name] = importlib.util.module_from_spec(module_spec)  # before it runs: dataclasses look it up
         try:
             module_spec.loader.exec_module(sys.modules[name])
         except BaseException:

@@ -37,7 +37,10 @@ def joint_returns(
 
 
 def completion_credits(
-    joint_actions: Sequence[tuple[int, ...]], returns: Sequence[float | None], agent: int, num_completions: int
+    joint_actions: Sequence[tuple[int, ...]],
+    returns: Sequence[float | None],
+    agent: int,
+    num_completions: int,
 ) -> list[float | None]:
     """One agent's K credits: the mean return of the joint actions that contain each completion.
 

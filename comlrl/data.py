@@ -20,6 +20,9 @@ class RowSource:
     def __init__(self, data: Any, name: str, seed: int, shuffle: bool):
         self.name, self.seed, self.shuffle = name, seed, shuffle
         self.data: Any = data if data is not None else []
+        self._epoch, self._position = -1, 0
+        self._order: list[int] = []
+        self._stream: Iterator[Any] = iter(())
         if isinstance(data, Mapping):
             raise ValueError(
                 f"{name} must be a sequence or an iterable of rows, not a mapping with the keys {', '.join(map(str, data))}; "
@@ -30,11 +33,15 @@ class RowSource:
                 f"{name} is a {type(data).__name__}, which can be read only once; give list({name}), or an object whose "
                 "__iter__ starts anew (datasets.IterableDataset.from_generator)"
             )
-        self.sized = isinstance(self.data, Sequence) or (hasattr(self.data, "__len__") and hasattr(self.data, "__getitem__"))
+        self.sized = isinstance(self.data, Sequence) or (
+            hasattr(self.data, "__len__") and hasattr(self.data, "__getitem__")
+        )
         if not self.sized and not hasattr(self.data, "__iter__"):
             raise ValueError(f"{name} must be a sequence or an iterable of rows, not {type(data).__name__}")
         if self.sized and len(self.data) and not isinstance(self.data[0], Mapping):
-            raise ValueError(f"{name}: rows must be mappings such as {{'prompt': ...}}, not {type(self.data[0]).__name__}")
+            raise ValueError(
+                f"{name}: rows must be mappings such as {{'prompt': ...}}, not {type(self.data[0]).__name__}"
+            )
         if not self.sized and shuffle:
             warnings.warn(
                 f"{name} is an iterable: shuffle is ignored, rows come in its own order "
@@ -45,24 +52,36 @@ class RowSource:
     def __len__(self) -> int:
         return len(self.data) if self.sized else 0
 
-    def batches(self, epoch: int, start: int, size: int) -> Iterator[list[tuple[int, Row]]]:
-        """(row id, row) in lists of `size`, from position `start` of the epoch's order.
+    def take(self, epoch: int, start: int, size: int) -> list[tuple[int, Row]]:
+        """Up to `size` pairs (row id, row) from position `start` of the epoch's order.
 
         The order depends on the seed and the epoch only, so a run that goes on in the middle sees the same rows.
         """
         if self.sized:
-            order = list(range(len(self.data)))
-            if self.shuffle:
-                generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-                order = torch.randperm(len(order), generator=generator).tolist()
-            rows: Iterator[tuple[int, Row]] = ((i, dict(self.data[i])) for i in order[start:])
-        else:
+            if self._epoch != epoch:
+                self._epoch, self._order = epoch, self.order(epoch)
+            return [(i, dict(self.data[i])) for i in self._order[start : start + size]]
+        if (self._epoch, self._position) != (epoch, start):
             if hasattr(self.data, "set_epoch"):
                 self.data.set_epoch(epoch)
-            rows = ((i, dict(row)) for i, row in itertools.islice(enumerate(self.data), start, None))
-        while batch := list(itertools.islice(rows, size)):
-            yield batch
+            self._epoch, self._position = epoch, start
+            self._stream = itertools.islice(iter(self.data), start, None)
+        rows = [(start + i, dict(row)) for i, row in enumerate(itertools.islice(self._stream, size))]
+        self._position += len(rows)
+        return rows
+
+    def exhausted(self, position: int, taken: int, asked: int) -> bool:
+        """Whether the epoch has no rows left, after `taken` of `asked` rows came and the position is `position`."""
+        return position >= len(self.data) if self.sized else taken < asked
+
+    def order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(len(self.data)))
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return torch.randperm(len(self.data), generator=generator).tolist()
 
     def first(self, count: int | None) -> list[tuple[int, Row]]:
         """The first `count` rows in their own order; none: all."""
+        if self.sized:
+            return [(i, dict(self.data[i])) for i in range(len(self.data))[:count]]
         return [(i, dict(row)) for i, row in enumerate(itertools.islice(iter(self.data), count))]

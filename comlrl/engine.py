@@ -1,6 +1,6 @@
 """One optimizer step of one model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from transformers import get_scheduler
 
 # Schedules of transformers.get_scheduler that need no number of steps, and those that do.
 OPEN_SCHEDULES = ("constant", "constant_with_warmup")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 PLANNED_SCHEDULES = ("linear", "cosine", "cosine_with_restarts")
 
 
@@ -82,6 +83,42 @@ class Engine:
 
     def clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+
+    # What a checkpoint holds: moments by parameter name, so that it does not depend on how parameters are grouped.
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """AdamW's moments: `exp_avg.<name>` and `exp_avg_sq.<name>`; none before the first step."""
+        tensors = {}
+        for name, parameter in self.named_parameters().items():
+            moments = self.optimizer.state.get(parameter, {})
+            tensors |= {f"{key}.{name}": moments[key] for key in MOMENTS if key in moments}
+        return tensors
+
+    def counters(self) -> dict[str, int]:
+        """Steps that AdamW took (it corrects its bias by them), and steps of the schedule."""
+        steps = [int(state["step"]) for state in self.optimizer.state.values()]
+        return {"optimizer_steps": max(steps, default=0), "schedule_steps": self.scheduler.last_epoch}
+
+    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
+        """The learning rate and the schedule's shape are this engine's own: they may change on resume."""
+        self.clear()
+        self.optimizer.state.clear()
+        for name, parameter in self.named_parameters().items():
+            if f"{MOMENTS[0]}.{name}" in tensors:
+                state = {key: torch.empty_like(parameter).copy_(tensors[f"{key}.{name}"]) for key in MOMENTS}
+                state["step"] = torch.tensor(float(counters["optimizer_steps"]), device=parameter.device)
+                self.optimizer.state[parameter] = state
+        self.scheduler.last_epoch = counters["schedule_steps"]
+        rates = [
+            base * scale(self.scheduler.last_epoch)
+            for base, scale in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
+        self.scheduler._last_lr = rates
 
 
 def shared_parameter(models: Sequence[nn.Module]) -> tuple[int, int] | None:

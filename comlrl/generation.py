@@ -63,7 +63,9 @@ def sample_seed(*key: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
-def generate(agent: Agent, requests: Sequence[Request], sampling: Sampling, max_rows: int = 256) -> list[list[Completion]]:
+def generate(
+    agent: Agent, requests: Sequence[Request], sampling: Sampling, max_rows: int = 256
+) -> list[list[Completion]]:
     """Complete every request: result[i][k] answers requests[i] with its k-th seed.
 
     All requests go through the model in one batch (of up to `max_rows` samples; sorted by prompt length). Each sample
@@ -71,7 +73,9 @@ def generate(agent: Agent, requests: Sequence[Request], sampling: Sampling, max_
     """
     for request in requests:
         room = agent.context_length - sampling.max_new_tokens
-        assert len(request.prompt_ids) <= room, f"{agent.name}: prompt of {len(request.prompt_ids)} tokens, room for {room}"
+        assert len(request.prompt_ids) <= room, (
+            f"{agent.name}: prompt of {len(request.prompt_ids)} tokens, room for {room}"
+        )
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
     results: list[list[Completion]] = [[] for _ in requests]
     batch: list[tuple[int, int | None]] = []
@@ -94,7 +98,11 @@ def generate(agent: Agent, requests: Sequence[Request], sampling: Sampling, max_
 
 @torch.no_grad()
 def _decode_batch(
-    agent: Agent, prompts: list[list[int]], prompt_index: list[int], seeds: list[int | None], sampling: Sampling
+    agent: Agent,
+    prompts: list[list[int]],
+    prompt_index: list[int],
+    seeds: list[int | None],
+    sampling: Sampling,
 ) -> list[Completion]:
     """R prompts, N samples: prefill each prompt once, then decode all samples together; finished rows leave."""
     model, device = agent.sampler, agent.device
@@ -109,7 +117,9 @@ def _decode_batch(
     position = mask.sum(1)
 
     uniforms = torch.tensor(
-        np.stack([np.random.Generator(np.random.Philox(key=seed or 0)).random(sampling.max_new_tokens) for seed in seeds])
+        np.stack(
+            [np.random.Generator(np.random.Philox(key=seed or 0)).random(sampling.max_new_tokens) for seed in seeds]
+        )
     ).to(device)
     greedy = torch.tensor([seed is None for seed in seeds], device=device)
     eos = torch.tensor(agent.eos_ids, device=device, dtype=torch.long)

@@ -126,7 +126,9 @@ def _tokenizers(tokenizer: Any, sources: list[Any], count: int) -> list[str | Pr
         given = [tokenizer] * count
     for index, (item, source) in enumerate(zip(given, sources)):
         if item is None and not isinstance(source, str):
-            raise ValueError(f"agents[{index}] is a loaded model: give its tokenizer too (tokenizer=..., one or a list)")
+            raise ValueError(
+                f"agents[{index}] is a loaded model: give its tokenizer too (tokenizer=..., one or a list)"
+            )
     return [source if item is None else item for item, source in zip(given, sources)]
 
 
@@ -149,7 +151,9 @@ def resolve_devices(spec: str | Sequence[str] | None, count: int) -> list[str]:
         except RuntimeError as error:
             raise ValueError(f"agent_devices={spec!r}: {name!r} is no device; use for example cpu or cuda:0") from error
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"agent_devices={spec!r}: {name} does not exist; this process sees {torch.cuda.device_count()} GPUs")
+            raise ValueError(
+                f"agent_devices={spec!r}: {name} does not exist; this process sees {torch.cuda.device_count()} GPUs"
+            )
     return names * count if len(names) == 1 else names
 
 

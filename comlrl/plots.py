@@ -30,9 +30,7 @@ def read_curve(folder: str | os.PathLike, kind: str, key: str, axis: Axis) -> tu
     A step that was logged twice counts once, with its last value; steps without a finite value are left out.
     """
     points = {
-        line[axis]: line[key]
-        for line in read_metrics(folder)
-        if line["kind"] == kind and line.get(key) is not None
+        line[axis]: line[key] for line in read_metrics(folder) if line["kind"] == kind and line.get(key) is not None
     }
     x = np.array(sorted(points), dtype=float)
     return x, np.array([points[position] for position in sorted(points)], dtype=float)
@@ -80,9 +78,7 @@ def learning_curve(
     if len(runs) == 1:
         for x, y in train:
             axes.plot(x, y, color=TRAIN_COLOUR, alpha=0.25, linewidth=0.8, label="train, each step")
-    draw(
-        axes, [(x, moving_mean(y, window)) for x, y in train], f"train, mean of {window} steps", TRAIN_COLOUR
-    )
+    draw(axes, [(x, moving_mean(y, window)) for x, y in train], f"train, mean of {window} steps", TRAIN_COLOUR)
     for key, label, colour, marker in EVALUATIONS:
         curves = [read_curve(run, "eval", key, axis) for run in runs]
         draw(axes, [(x, y) for x, y in curves if len(x)], label, colour, marker)
@@ -117,9 +113,7 @@ def draw(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m comlrl.plots", description="Draw the learning curve of runs."
-    )
+    parser = argparse.ArgumentParser(prog="python -m comlrl.plots", description="Draw the learning curve of runs.")
     parser.add_argument("runs", nargs="+", help="run folders, for example runs/magrpo")
     parser.add_argument("--out", default="curve.png", help="picture to write (curve.png)")
     parser.add_argument("--axis", choices=list(AXIS_LABELS), default="step", help="x axis (step)")
@@ -127,9 +121,7 @@ def main() -> None:
     parser.add_argument("--title", help="title of the picture")
     options = parser.parse_args()
     try:
-        learning_curve(
-            options.runs, options.out, axis=options.axis, window=options.window, title=options.title
-        )
+        learning_curve(options.runs, options.out, axis=options.axis, window=options.window, title=options.title)
     except ValueError as error:
         parser.error(str(error))
 

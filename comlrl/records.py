@@ -176,9 +176,7 @@ def git_commit(checkout: Path) -> str | None:
     if git is None or not (checkout / ".git").exists():
         return None
     command = [git, "-C", str(checkout)]
-    commit = subprocess.run(
-        [*command, "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False
-    )
+    commit = subprocess.run([*command, "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     if commit.returncode != 0:
         return None
     changes = subprocess.run([*command, "diff", "--quiet", "HEAD"], capture_output=True, check=False)

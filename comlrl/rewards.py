@@ -33,12 +33,8 @@ import torch
 
 from comlrl.worker_process import TimedOut, UnpicklableArguments, WorkerClosed, WorkerProcess, add_note
 
-Score = tuple[
-    float | None, dict[str, float]
-]  # one function's reward of one joint sample, and its named parts
-Source = (
-    int | str
-)  # where an argument comes from: an agent's number, "completions" (list of lists), or one of:
+Score = tuple[float | None, dict[str, float]]  # one function's reward of one joint sample, and its named parts
+Source = int | str  # where an argument comes from: an agent's number, "completions" (list of lists), or one of:
 NAMED = ("prompts", "batch_items")
 _CANCEL_SECONDS = 1.0  # what a cancelled coroutine gets to clean up
 
@@ -182,17 +178,13 @@ def read_scores(returned: Any, size: int) -> list[Score]:
         returned = returned.tolist()
     if inspect.iscoroutine(returned):
         returned.close()
-        raise RewardContractError(
-            "returned a coroutine: declare it (or its decorator's wrapper) with `async def`"
-        )
+        raise RewardContractError("returned a coroutine: declare it (or its decorator's wrapper) with `async def`")
     if size == 1 and not isinstance(returned, list | tuple):
         returned = [returned]
     if not isinstance(returned, list | tuple) or len(returned) != size:
         got = str(len(returned)) if isinstance(returned, list | tuple) else _shown(returned)
         hint = ". If it scores one joint sample at a time, set reward_batch_size: 1" if size > 1 else ""
-        raise RewardContractError(
-            f"must return a list of {size} rewards, one a joint sample; got {got}{hint}"
-        )
+        raise RewardContractError(f"must return a list of {size} rewards, one a joint sample; got {got}{hint}")
     return [_read_score(item) for item in returned]
 
 
@@ -283,9 +275,7 @@ class Rewards:
         _check_settings(callables, weights, processor, batch_size, timeout, on_error)
         self._functions = [
             _Function(name, function, bind(function, num_agents), _is_async(function), weight)
-            for name, function, weight in zip(
-                _unique_names(callables), callables, weights or [1.0] * len(callables)
-            )
+            for name, function, weight in zip(_unique_names(callables), callables, weights or [1.0] * len(callables))
         ]
         self._num_agents = num_agents
         self._processor = processor
@@ -298,9 +288,7 @@ class Rewards:
         asyncs = [function.is_async for function in self._functions]
         self._worker = None
         if timeout is not None and not all(asyncs):
-            self._worker = WorkerProcess(
-                [functools.partial(_score, function) for function in callables], timeout
-            )
+            self._worker = WorkerProcess([functools.partial(_score, function) for function in callables], timeout)
         # One event loop for all turns: a user's HTTP client or semaphore is bound to the first it meets.
         self._loop = asyncio.new_event_loop() if any(asyncs) else None
         self._release = weakref.finalize(self, _release, os.getpid(), self._worker, self._loop)
@@ -352,9 +340,7 @@ class Rewards:
             raise
         except UnpicklableArguments as error:
             fix = "keep plain data in the rows, or set reward_timeout: null"
-            return RewardContractError(
-                f"gets arguments that cannot be sent to the worker process: {error}; {fix}"
-            )
+            return RewardContractError(f"gets arguments that cannot be sent to the worker process: {error}; {fix}")
         except Exception as error:
             return error
 
@@ -421,9 +407,7 @@ class Rewards:
         if isinstance(outcome, RewardContractError):
             raise RewardContractError(f"reward function {name} {outcome} ({_where(call, ids)})") from None
         if isinstance(outcome, TimedOut):
-            late = TimeoutError(
-                f"no answer within reward_timeout={self._timeout} s ({name} on {_where(call, ids)})"
-            )
+            late = TimeoutError(f"no answer within reward_timeout={self._timeout} s ({name} on {_where(call, ids)})")
             self._fail("timeouts", name, call, ids, late)
         elif isinstance(outcome, Exception):
             self._fail("errors", name, call, ids, outcome)
@@ -472,9 +456,7 @@ class Rewards:
             return JointReward(None, parts)
         if not isinstance(processed, Real):
             where = _where(call, [sample])
-            raise RewardContractError(
-                f"reward_processor must return a number; got {_shown(processed)} ({where})"
-            )
+            raise RewardContractError(f"reward_processor must return a number; got {_shown(processed)} ({where})")
         return JointReward(self._finite("reward_processor", call, sample, (float(processed), {}))[0], parts)
 
 
@@ -509,23 +491,13 @@ def _check_settings(
     if weights is not None and (len(weights) != len(functions) or not all(math.isfinite(w) for w in weights)):
         raise ValueError(f"reward_weights={weights!r}: give {len(functions)} finite numbers, one a function")
     if processor is not None and not callable(processor):
-        raise ValueError(
-            f"reward_processor={processor!r}: give a function from a reward to a reward, or null"
-        )
+        raise ValueError(f"reward_processor={processor!r}: give a function from a reward to a reward, or null")
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-        raise ValueError(
-            f"reward_batch_size={batch_size!r}: give a whole number of at least 1, or null (whole node)"
-        )
+        raise ValueError(f"reward_batch_size={batch_size!r}: give a whole number of at least 1, or null (whole node)")
     if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < math.inf):
         raise ValueError(f"reward_timeout={timeout!r}: give a number of seconds above 0, or null (no limit)")
-    if (
-        timeout is not None
-        and sys.platform == "win32"
-        and not all(_is_async(function) for function in functions)
-    ):
-        raise ValueError(
-            f"reward_timeout={timeout!r}: needs fork, which Windows lacks; use an async function, or null"
-        )
+    if timeout is not None and sys.platform == "win32" and not all(_is_async(function) for function in functions):
+        raise ValueError(f"reward_timeout={timeout!r}: needs fork, which Windows lacks; use an async function, or null")
     if on_error not in ("raise", "skip"):
         raise ValueError(f"reward_on_error={on_error!r}: give 'raise' or 'skip'")
 
@@ -561,9 +533,7 @@ def resolve_reward_range(function: Callable) -> tuple[float, float] | None:
     try:
         low, high = (float(bound) for bound in declared)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"reward_range={declared!r} of {_name(function)}: give two numbers (low, high)"
-        ) from None
+        raise ValueError(f"reward_range={declared!r} of {_name(function)}: give two numbers (low, high)") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"reward_range={declared!r} of {_name(function)}: give finite numbers, low < high")
     return low, high

@@ -133,7 +133,12 @@ class Rollouts:
         self.max_rows = max_rows
 
     def expand(
-        self, rows: Sequence[tuple[int, Row]], shape: TreeShape, sampling: Sampling, seed_key: tuple, greedy: bool = False
+        self,
+        rows: Sequence[tuple[int, Row]],
+        shape: TreeShape,
+        sampling: Sampling,
+        seed_key: tuple,
+        greedy: bool = False,
     ) -> tuple[list[Node], RolloutStats]:
         """Roots of the finished trees, one a row (rows with a prompt over the limit are left out and counted).
 
@@ -177,9 +182,13 @@ class Rollouts:
         self, row_id: int, row: Row, parent: Node | None, action: int, external: Sequence[Prompt] | None
     ) -> Node | None:
         """The node's prompts, formatted and encoded; None if one of them is over the limit."""
-        role_prompts = [self._format(role, row, external[role] if external else None) for role in range(self.team.num_roles)]
+        role_prompts = [
+            self._format(role, row, external[role] if external else None) for role in range(self.team.num_roles)
+        ]
         prompts = self.team.prompts(row, role_prompts)
-        prompt_ids = [agent.encode(prompt, self.chat_template) for agent, prompt in zip(self.agents, prompts, strict=True)]
+        prompt_ids = [
+            agent.encode(prompt, self.chat_template) for agent, prompt in zip(self.agents, prompts, strict=True)
+        ]
         if any(len(ids) > limit for ids, limit in zip(prompt_ids, self.prompt_limits, strict=True)):
             return None
         history: list[list[Prompt]] = parent.prompt_history if parent else [[] for _ in role_prompts]

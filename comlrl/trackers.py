@@ -75,16 +75,12 @@ def open_tracker(name: str, folder: Path, config: dict[str, Any], last_env_step:
     if name == "tensorboard":
         # Purging hides what a killed run wrote after its checkpoint. The configuration goes in as text: the
         # hyper-parameter store would show up as a second run.
-        tracker = tracker_class(
-            "tensorboard", folder, purge_step=last_env_step + 1 if last_env_step else None
-        )
+        tracker = tracker_class("tensorboard", folder, purge_step=last_env_step + 1 if last_env_step else None)
         tracker.start()
         tracker.log({"config": f"```\n{yaml.safe_dump(config, sort_keys=False)}```"}, step=last_env_step)
         return tracker
     tracker = (
-        tracker_class(name, folder)
-        if tracker_class.requires_logging_directory
-        else tracker_class(DEFAULT_PROJECT)
+        tracker_class(name, folder) if tracker_class.requires_logging_directory else tracker_class(DEFAULT_PROJECT)
     )
     tracker.start()
     tracker.store_init_configuration(flat(config))

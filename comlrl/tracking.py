@@ -183,9 +183,7 @@ class Run:
             self._folder = Path(resume_folder)
             self._reopen(resume_step)
         settings = plain(config)
-        write_keeping_old(
-            self._folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-        )
+        write_keeping_old(self._folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         versions = {**environment_versions(), "seed": seed}
         write_keeping_old(self._folder / "versions.json", json.dumps(versions, indent=2) + "\n")
         self._write_state()
@@ -221,9 +219,7 @@ class Run:
             raise RuntimeError("only the main process has the run's id; broadcast it")
         return self._state["id"]
 
-    def log(
-        self, metrics: Mapping[str, Any], *, step: int, env_step: int, epoch: float, kind: str = "train"
-    ) -> None:
+    def log(self, metrics: Mapping[str, Any], *, step: int, env_step: int, epoch: float, kind: str = "train") -> None:
         """Record the metrics of one optimizer step (`kind="train"`) or of one evaluation (`kind="eval"`).
 
         Values are numbers, or tensors and arrays of one element; None means "not defined at this step". Keys
@@ -239,8 +235,7 @@ class Run:
             raise ValueError(f"metric {min(reserved)!r} is a name that every line has already; rename it")
         prefix = "eval/" if kind == "eval" else ""
         values = {
-            key if key.startswith(prefix) else prefix + key: as_number(key, value)
-            for key, value in metrics.items()
+            key if key.startswith(prefix) else prefix + key: as_number(key, value) for key, value in metrics.items()
         }
         head = {
             "kind": kind,
@@ -324,9 +319,7 @@ class Run:
         if not path.is_file():
             raise ValueError(f"resume_folder={str(self._folder)!r} is not a run's folder: it has no run.json")
         self._state = json.loads(path.read_text(encoding="utf-8"))
-        dropped = [
-            truncate_lines(self._folder / f"{name}.jsonl", resume_step) for name in ("metrics", "completions")
-        ]
+        dropped = [truncate_lines(self._folder / f"{name}.jsonl", resume_step) for name in ("metrics", "completions")]
         if (self._folder / "metrics.jsonl").exists():
             self._tracker_step = max((line["env_step"] for line in read_metrics(self._folder)), default=0)
         where = "" if resume_step is None else f" from step {resume_step}"
@@ -354,9 +347,7 @@ class Run:
 
     def _show(self, kind: str, step: int, values: Mapping[str, float | int | None]) -> None:
         if kind == "eval":
-            means = [
-                f"{key} {cell_text(value)}" for key, value in values.items() if key.endswith("/reward_mean")
-            ]
+            means = [f"{key} {cell_text(value)}" for key, value in values.items() if key.endswith("/reward_mean")]
             say(f"evaluation at step {step}: " + (", ".join(means) or f"{len(values)} metrics"))
             return
         if self._progress is None:

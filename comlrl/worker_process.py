@@ -199,9 +199,7 @@ def _work(others: list[Connection], connection: Connection, functions: Sequence[
         after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _job_signals()),
         after_in_child=_restore_signals,
     )
-    torch.set_num_threads(
-        1
-    )  # the threads of the parent's pool do not exist here, waiting for them would hang
+    torch.set_num_threads(1)  # the threads of the parent's pool do not exist here, waiting for them would hang
     while True:
         try:
             request = connection.recv_bytes()

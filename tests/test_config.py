@@ -153,8 +153,7 @@ def test_defaults_are_not_shared():
 def test_file_then_overrides(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
-        "model: tiny\nargs:\n  num_turns: 2\n  rate: 1e-5\n  optimizer:\n"
-        "reward: [{use: a.py:f, weight: 0.5}]\n"
+        "model: tiny\nargs:\n  num_turns: 2\n  rate: 1e-5\n  optimizer:\nreward: [{use: a.py:f, weight: 0.5}]\n"
     )
     config = run_config(
         "args.num_turns=null",
@@ -188,9 +187,7 @@ def test_override_of_an_absent_section_and_references(tmp_path, monkeypatch):
 def test_the_class_of_a_section_depends_on_values():
     assert run_config().args == Trainer()
     assert run_config("algorithm=other", "args.beta=1").args == OtherTrainer(1.0)
-    assert (
-        error_of("algorithm=other", "args.num_turns=2") == "unknown key args.num_turns: --help lists the keys"
-    )
+    assert error_of("algorithm=other", "args.num_turns=2") == "unknown key args.num_turns: --help lists the keys"
 
 
 @pytest.mark.parametrize(
@@ -429,9 +426,7 @@ def test_saved_settings_are_read_back(tmp_path):
 
 
 def test_to_dict_holds_plain_values_only():
-    config = RunConfig(
-        reward=error_of, args=Trainer(devices=["a"]), task_args={"path": Path("x"), "kind": Trainer}
-    )
+    config = RunConfig(reward=error_of, args=Trainer(devices=["a"]), task_args={"path": Path("x"), "kind": Trainer})
     plain = to_dict(config)
     assert plain["reward"] == f"{__name__}:error_of"
     assert plain["task_args"] == {"path": "x", "kind": f"{__name__}:Trainer"}

@@ -15,9 +15,7 @@ BASELINED = ("mean", "rloo", "max")
 
 
 def advantages(credits, mode, normalize=False, greedy_return=None):
-    return credit.advantages(
-        torch.tensor(credits, dtype=torch.float64), mode, normalize, greedy_return
-    ).tolist()
+    return credit.advantages(torch.tensor(credits, dtype=torch.float64), mode, normalize, greedy_return).tolist()
 
 
 def make_node(rewards, children=None, turn=0, actions=None):
@@ -75,18 +73,14 @@ def test_normalisation_divides_and_never_recentres(mode):
 
 
 def test_normalised_modes_stay_different():
-    results = [
-        advantages(RETURNS, mode, normalize=True, greedy_return=3.5) for mode in credit.ADVANTAGE_MODES
-    ]
+    results = [advantages(RETURNS, mode, normalize=True, greedy_return=3.5) for mode in credit.ADVANTAGE_MODES]
     for one, other in itertools.combinations(results, 2):
         assert max(abs(a - b) for a, b in zip(one, other)) > 0.1
 
 
 @pytest.mark.parametrize("mode", BASELINED)
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(
-    "credits", [[0.1] * 3, [1e8 + 0.1] * 7, [-1 / 3] * 6, [1e-300] * 5, [0.1 + 0.2] * 10, [5.0]]
-)
+@pytest.mark.parametrize("credits", [[0.1] * 3, [1e8 + 0.1] * 7, [-1 / 3] * 6, [1e-300] * 5, [0.1 + 0.2] * 10, [5.0]])
 def test_equal_credits_have_no_signal(mode, normalize, credits):
     assert advantages(credits, mode, normalize) == [0.0] * len(credits)
 
@@ -118,9 +112,7 @@ def test_discounted_returns_of_two_turns():
 
 
 def test_an_unrewarded_joint_action_has_no_return_and_leaves_the_mean():
-    root = make_node(
-        [1.0, None, 2.0], [make_node([None, 6.0], turn=1), None, make_node([None, None], turn=1)]
-    )
+    root = make_node([1.0, None, 2.0], [make_node([None, 6.0], turn=1), None, make_node([None, None], turn=1)])
     fill_returns(root, 0.5)
     assert root.returns == [1.0 + 0.5 * 6.0, None, 2.0]
     assert root.known_returns() == [4.0, 2.0]
@@ -159,11 +151,7 @@ def plain_return(node, j, discount):
     child = node.children[j]
     known = []
     if child is not None:
-        known = [
-            plain_return(child, i, discount)
-            for i in range(len(child.rewards))
-            if child.rewards[i] is not None
-        ]
+        known = [plain_return(child, i, discount) for i in range(len(child.rewards)) if child.rewards[i] is not None]
     return node.rewards[j] + (discount * statistics.fmean(known) if known else 0.0)
 
 
@@ -196,8 +184,7 @@ def test_cross_credit_is_the_mean_over_the_joint_actions_that_contain_the_comple
     returns = [float(j**2) for j in range(8)]
     for agent in range(3):
         expected = [
-            statistics.fmean(value for action, value in zip(actions, returns) if action[agent] == k)
-            for k in range(2)
+            statistics.fmean(value for action, value in zip(actions, returns) if action[agent] == k) for k in range(2)
         ]
         assert credit.completion_credits(actions, returns, agent, 2) == pytest.approx(expected)
 
@@ -233,11 +220,7 @@ def test_tree_weights_of_a_level_sum_to_the_discount(agents, mode):
     branches = len(joint_actions(2, agents, mode))
     level, discount = [1.0], 0.6
     for turn in range(1, 4):
-        level = [
-            credit.child_weight(weight, branches, discount, "tree")
-            for weight in level
-            for _ in range(branches)
-        ]
+        level = [credit.child_weight(weight, branches, discount, "tree") for weight in level for _ in range(branches)]
         assert sum(level) == pytest.approx(discount**turn)
         assert credit.child_weight(0.25, branches, discount, "equal") == 1.0
 

@@ -125,9 +125,7 @@ def test_rows_samples_and_shown_answers(trained, capsys):
     assert (result["rows"], result["samples"]) == (3, 0)
     assert "reward sampled" not in result["table"][0]
     out = capsys.readouterr().out
-    roots, _ = trainer.rollouts.expand(
-        trainer.eval_rows.first(3), trainer.shape, trainer.sampling, (), greedy=True
-    )
+    roots, _ = trainer.rollouts.expand(trainer.eval_rows.first(3), trainer.shape, trainer.sampling, (), greedy=True)
     for root in roots[:2]:
         block = out.partition(f"\nrow {root.row_id}\n")[2]
         for agent in range(2):
@@ -179,9 +177,9 @@ def test_models_and_rewards_of_the_run(tmp_path, tiny_other):
     assert result["rows"] == 2
     assert result["table"][0] == expected_row("untrained", trainer.evaluate(), 2, 3)
     assert result["table"][1] == result["table"][0] | {"team": "trained"}
-    longer = report(folder, "--model-dir", str(folder / "model"), "--samples", "0", "args.max_new_tokens=12")[
-        "table"
-    ][1]
+    longer = report(folder, "--model-dir", str(folder / "model"), "--samples", "0", "args.max_new_tokens=12")["table"][
+        1
+    ]
     assert longer["agent_1 chars"] > result["table"][1]["agent_1 chars"]
 
 
@@ -263,9 +261,7 @@ def test_mistakes_are_one_line(trained, tmp_path, capsys):
     folder = trained[0]
     assert f"RUN={tmp_path}/none does not exist" in error(capsys, tmp_path / "none")
     assert "is no run's folder, it has no config.yaml" in error(capsys, tmp_path)
-    assert "no saved model in nowhere/agent_0: a training script" in error(
-        capsys, folder, "--model-dir", "nowhere"
-    )
+    assert "no saved model in nowhere/agent_0: a training script" in error(capsys, folder, "--model-dir", "nowhere")
     assert "task='pairin': unknown task; did you mean 'pairing'?" in error(capsys, folder, "task=pairin")
     assert "model 'gone' cannot be found" in error(capsys, folder, "model=gone")
     assert "args.num_turns=2: task pairing has no transition" in error(capsys, folder, "args.num_turns=2")

@@ -13,12 +13,11 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny_team import Game, GradientTrainer, flat_gradient
+from tiny_team import Game, GradientTrainer
 
-from comlrl import credit
 from comlrl.credit import ADVANTAGE_MODES
 from comlrl.generation import Completion
-from comlrl.rollouts import Rollouts, fill_returns, joint_actions, walk
+from comlrl.rollouts import Rollouts, joint_actions, walk
 
 DISCOUNT = 0.5
 
@@ -154,9 +153,7 @@ class Enumeration:
 
     def backward(self, loss):
         parameters = [list(agent.model.parameters()) for agent in self.trainer.agents]
-        gradients = [
-            torch.autograd.grad(loss, each, retain_graph=True, materialize_grads=True) for each in parameters
-        ]
+        gradients = [torch.autograd.grad(loss, each, retain_graph=True, materialize_grads=True) for each in parameters]
         return [torch.cat([g.flatten() for g in each]).double() for each in gradients]
 
 
@@ -200,6 +197,7 @@ def assert_close(gradients, expected, relative=2e-5):
 
 # ---- sampled trees ---------------------------------------------------------------------------------
 
+
 # Agents need each other's answer, and the second turn needs the first one's.
 def first_reward(x, y):
     return [0.0, 0.3, 1.0][(x + 2 * y) % 3]
@@ -219,10 +217,12 @@ class Case:
     generations: int
     joint_mode: str = "aligned"
     threshold: float | None = None
+    turns: int = 2
 
     def trainer(self):
         return self.game.trainer(
             GradientTrainer,
+            turns=self.turns,
             num_generations=self.generations,
             joint_mode=self.joint_mode,
             early_termination_threshold=self.threshold,
@@ -239,12 +239,12 @@ SAMPLED = {
 }
 
 
-def check_sampled(case, groups, trees):
+def check_sampled(case, groups, trees, seed=0):
     """Each weight's mean over independent groups of trees is within 4 standard errors of its expectation."""
     trainer = case.trainer()
     enumeration = Enumeration(case.game, trainer, case.threshold)
     rows = [(number, {}) for number in range(groups * trees)]
-    roots, _ = trainer.rollouts.expand(rows, trainer.shape, trainer.sampling, (0, "train", 0))
+    roots, _ = trainer.rollouts.expand(rows, trainer.shape, trainer.sampling, (seed, "train", 0))
     for mode in ADVANTAGE_MODES:
         trainer.args = dataclasses.replace(trainer.args, advantage_mode=mode)
         expected = enumeration.expected_gradient(mode)
@@ -261,4 +261,91 @@ def check_sampled(case, groups, trees):
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_trees_have_the_expected_gradient(name):
-    check_sampled(SAMPLED[name], groups=30, trees=50)
+    check_sampled(SAMPLED[name], groups=40, trees=25)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SAMPLED)
+def test_many_sampled_trees_have_the_expected_gradient(name):
+    check_sampled(SAMPLED[name], groups=60, trees=150, seed=1)
+
+
+# ---- all trees -------------------------------------------------------------------------------------
+
+
+class AllTrees(Rollouts):
+    """Says what the row's plan says instead of sampling: {path: answer numbers, [agent][k]}. All else is real."""
+
+    def __init__(self, case):
+        self.case, self.team_trainer = case, case.trainer()
+        real = self.team_trainer.rollouts
+        super().__init__(real.agents, real.rewards, real.formatters, real.transition, real.team, prompt_limits=[30, 30])
+        self.enumeration = Enumeration(case.game, self.team_trainer, case.threshold)
+
+    def _generate(self, level, shape, sampling, seed_key):
+        for node in level:
+            history = self.case.game.history_of[node.prompts[0]]
+            greedy = [[answer] for answer in self.enumeration.greedy(history)]
+            self.say(node, greedy if node.greedy else node.row["plan"][node.path], shape.joint_mode)
+            if node.baseline is not None:
+                self.say(node.baseline, greedy, "aligned")
+
+    def say(self, node, answers, joint_mode):
+        game = self.case.game
+        node.completions = [
+            [Completion(list(game.answers[a]), game.texts[a], [0.0] * len(game.answers[a]), "eos") for a in said]
+            for said in answers
+        ]
+        node.joint_actions = joint_actions(len(answers[0]), 2, joint_mode)
+
+    def rows(self):
+        """Every tree there is, as (probability, plan)."""
+        for probability, answers, joints in self.enumeration.groups(None):
+            rewards = [self.case.game.rewards[None][joint] for joint in joints]
+            if self.enumeration.ended(rewards):
+                yield probability, {(): answers}
+                continue
+            for children in itertools.product(*[list(self.enumeration.groups(joint)) for joint in joints]):
+                chance = probability * math.prod(p for p, _, _ in children)
+                yield chance, {(): answers, **{(j,): said for j, (_, said, _) in enumerate(children)}}
+
+    def roots(self):
+        """All trees, each node's weight multiplied so that the buffer's mean is the expectation."""
+        rows = list(self.rows())
+        assert sum(probability for probability, _ in rows) == pytest.approx(1)
+        trainer = self.team_trainer
+        planned = [(number, {"plan": plan}) for number, (_, plan) in enumerate(rows)]
+        roots, _ = self.expand(planned, trainer.shape, trainer.sampling, (0,))
+        for root, (probability, _) in zip(roots, rows, strict=True):
+            for node in walk([root]):
+                node.weight *= probability * len(rows)
+        return roots
+
+    def gradient(self, roots, mode, **settings):
+        trainer = self.team_trainer
+        trainer.args = dataclasses.replace(trainer.args, advantage_mode=mode, **settings)
+        (gradient,) = trainer.gradient_of(roots)
+        return gradient
+
+
+COINS = Game("a", 1, first_reward, second_reward)  # "", "a"
+ENUMERATED = {
+    "aligned": Case(COINS, 2),
+    "ending early": Case(COINS, 2, threshold=0.4),
+    "one turn, cross": Case(WORDS, 2, "cross", turns=1),
+    "one turn, three": Case(COINS, 3, turns=1),
+    "one turn, three, cross": Case(COINS, 3, "cross", turns=1),
+}
+
+
+@pytest.mark.parametrize("name", ENUMERATED)
+def test_all_trees_together_have_the_expected_gradient(name):
+    case = ENUMERATED[name]
+    trees = AllTrees(case)
+    roots = trees.roots()
+    for mode in ADVANTAGE_MODES:
+        gradient = trees.gradient(roots, mode)
+        assert_close(gradient, trees.enumeration.expected_gradient(mode))
+        if mode in ("raw", "rloo", "greedy") and case.threshold is None:
+            assert_close(gradient, trees.enumeration.exact_gradient())
+    assert_close(trees.gradient(roots, mode, clip_range=None), gradient)

@@ -221,9 +221,7 @@ def test_a_signature_that_cannot_fit_is_refused_at_construction(function, agents
 
 
 def test_the_refusal_shows_the_functions_own_signature():
-    with pytest.raises(
-        ValueError, match=r"too_many_positional\(a, b=None, c=None\) does not fit num_agents=2"
-    ):
+    with pytest.raises(ValueError, match=r"too_many_positional\(a, b=None, c=None\) does not fit num_agents=2"):
         Rewards(too_many_positional, 2)
 
 
@@ -472,9 +470,7 @@ def test_skip_leaves_out_the_samples_of_the_call_and_says_which(build):
     rewards = build(f, 2, batch_size=1, on_error="skip")
     assert values(rewards([make_call(samples=8)])) == [[1.0] * 3 + [None] + [1.0] * 4]
     assert rewards.counters == {"calls": 8, "samples": 8, "errors": 1, "timeouts": 0, "none": 0, "nan": 0}
-    assert rewards.incidents == [
-        "reward function f failed on row 0, turn 1, node 0/2, sample s0.3: Unlucky: code 7"
-    ]
+    assert rewards.incidents == ["reward function f failed on row 0, turn 1, node 0/2, sample s0.3: Unlucky: code 7"]
     whole = build(f, 2, on_error="skip")
     assert values(whole([make_call(samples=8), make_call(samples=2, row=1)])) == [[None] * 8, [1.0, 1.0]]
     assert whole.counters["errors"] == 1
@@ -486,15 +482,11 @@ def test_nan_and_infinity_follow_the_policy(build, bad):
         return [1.0, bad, {"reward": 0.0, "speed": bad, "size": 2.0}]
 
     raising = build(f, 2)
-    with pytest.raises(
-        ValueError, match=rf"the reward is {bad} \(f on row 0, turn 1, node 0/2, sample s0\.1\)"
-    ):
+    with pytest.raises(ValueError, match=rf"the reward is {bad} \(f on row 0, turn 1, node 0/2, sample s0\.1\)"):
         raising([make_call()])
     assert raising.counters["nan"] == 1
     skipping = build(f, 2, on_error="skip")
-    assert skipping([make_call()]) == [
-        [JointReward(1.0, {}), JointReward(None, {}), JointReward(0.0, {"size": 2.0})]
-    ]
+    assert skipping([make_call()]) == [[JointReward(1.0, {}), JointReward(None, {}), JointReward(0.0, {"size": 2.0})]]
     assert (skipping.counters["nan"], skipping.counters["none"]) == (2, 0)
     assert "sample s0.1" in skipping.incidents[0]
     assert "part 'speed'" in skipping.incidents[1]
@@ -544,9 +536,7 @@ def test_sync_and_async_functions_together(build):
         return [2.0] * len(c1)
 
     result = build([fast, slow, Judge(), functools.partial(Judge(), scale=7.0)], 2)([make_call()])
-    assert result[0][2] == JointReward(
-        11.0, {"fast": 2.0, "slow": 1.0, "slow/x": 5.0, "Judge": 1.0, "Judge_2": 7.0}
-    )
+    assert result[0][2] == JointReward(11.0, {"fast": 2.0, "slow": 1.0, "slow/x": 5.0, "Judge": 1.0, "Judge_2": 7.0})
 
 
 def test_a_module_level_semaphore_serves_several_turns(build):
@@ -576,9 +566,7 @@ def test_async_timeouts_and_failures(build):
     assert values(skipping([make_call(row=row) for row in range(6)])) == [[1.0, None, None]] * 6
     assert time.monotonic() - start < 4 * LIMIT  # all at the same time
     assert (skipping.counters["timeouts"], skipping.counters["errors"]) == (6, 6)
-    assert any(
-        "sample s1.1: TimeoutError: no answer within reward_timeout=0.5 s" in x for x in skipping.incidents
-    )
+    assert any("sample s1.1: TimeoutError: no answer within reward_timeout=0.5 s" in x for x in skipping.incidents)
 
     raising = build(f, 2, batch_size=1, timeout=60)
     start = time.monotonic()
@@ -599,9 +587,7 @@ def test_an_async_timeout_raises_and_names_the_call(build):
             raise
 
     rewards = build(f, 2, timeout=LIMIT)
-    with pytest.raises(
-        TimeoutError, match=r"reward_timeout=0\.5 s \(f on row 0, turn 1, node 0/2, samples s0\.0"
-    ):
+    with pytest.raises(TimeoutError, match=r"reward_timeout=0\.5 s \(f on row 0, turn 1, node 0/2, samples s0\.0"):
         rewards([make_call()])
     assert cancelled == [1]
 
@@ -729,9 +715,7 @@ def test_a_time_out_raises_and_names_function_and_samples(build):
         time.sleep(3600)
 
     rewards = build(hang, 2, timeout=LIMIT)
-    with pytest.raises(
-        TimeoutError, match=r"reward_timeout=0\.5 s \(hang on row 0, turn 1, node 0/2, samples s0\.0"
-    ):
+    with pytest.raises(TimeoutError, match=r"reward_timeout=0\.5 s \(hang on row 0, turn 1, node 0/2, samples s0\.0"):
         rewards([make_call()])
 
 
@@ -788,9 +772,7 @@ def test_the_worker_keeps_the_contract(build):
 
     for on_error in ("raise", "skip"):
         wrong = build(lambda c1, c2: [1.0], 2, timeout=30, on_error=on_error)
-        with pytest.raises(
-            RewardContractError, match=r"a list of 3 rewards.* got 1.*reward_batch_size: 1.*row 0"
-        ):
+        with pytest.raises(RewardContractError, match=r"a list of 3 rewards.* got 1.*reward_batch_size: 1.*row 0"):
             wrong([make_call()])
 
 
@@ -841,9 +823,7 @@ def test_rows_that_cannot_be_sent_are_a_mistake(build):
     rewards = build(lambda c1, c2, batch_items: [1.0] * 3, 2, timeout=30, on_error="skip")
     call = make_call()
     call.row["lock"] = threading.Lock()
-    with pytest.raises(
-        ValueError, match=r"cannot be sent to the worker process.*keep plain data in the rows"
-    ):
+    with pytest.raises(ValueError, match=r"cannot be sent to the worker process.*keep plain data in the rows"):
         rewards([call])
     assert values(rewards([make_call()])) == [[1.0] * 3]
 
@@ -953,9 +933,7 @@ while len(pids := [process.pid for process in psutil.Process().children(recursiv
 print(rewards([RewardCall({}, ["", ""], [[""], [""]], "row 0", ["s"])])[0][0].value, *pids)
 """
     root = pathlib.Path(__file__).parent.parent
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60
-    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     value, *pids = ended.stdout.split()
     assert (value, len(pids)) == ("2.0", 2)

@@ -55,9 +55,7 @@ def test_min_chars_counts_stripped_characters():
 def test_parts_and_reward_of_a_batch():
     task = length_ratio(min_chars=5)
     row = task.train_rows[0]
-    rewards = task.reward(
-        [text(10), text(10)], [text(25), text(4)], batch_items=[row, row], prompts=["p", "p"]
-    )
+    rewards = task.reward([text(10), text(10)], [text(25), text(4)], batch_items=[row, row], prompts=["p", "p"])
     assert rewards[0] == {
         "reward": 1.0,
         "ratio": 2.5,
@@ -184,9 +182,7 @@ def test_answers_are_read_by_their_first_byte():
 def test_pairing_equilibria(num_agents):
     task = pairing(num_agents=num_agents, rows=8)
     for row in task.train_rows:
-        scores = {
-            joint: score_pairing(row, joint)[0] for joint in itertools.product("abcd", repeat=num_agents)
-        }
+        scores = {joint: score_pairing(row, joint)[0] for joint in itertools.product("abcd", repeat=num_agents)}
         # One matching joint answer for each first symbol; two of them are best.
         assert sorted(scores.values(), reverse=True)[:5] == [1.0, 1.0, 0.5, 0.5, 0.0]
         assert len({joint[0] for joint, value in scores.items() if value}) == 4
@@ -227,9 +223,7 @@ def test_second_turn_depends_on_the_first_answer():
     row = task.train_rows[0]
     by_prompt = {}
     for said in "abcd":
-        prompts = task.transition(
-            prompt=row["prompt"], agent_completions=[said, "a"], num_agents=2, batch_item=row
-        )
+        prompts = task.transition(prompt=row["prompt"], agent_completions=[said, "a"], num_agents=2, batch_item=row)
         assert prompts == [f"0>{said}>"] * 2
         joints = list(itertools.product("abcd", repeat=2))
         rewards = task.reward(
@@ -238,9 +232,7 @@ def test_second_turn_depends_on_the_first_answer():
             batch_items=[row] * len(joints),
             prompts=[prompts[0]] * len(joints),
         )
-        by_prompt[said] = frozenset(
-            joint for joint, reward in zip(joints, rewards) if reward["reward"] == 1.0
-        )
+        by_prompt[said] = frozenset(joint for joint, reward in zip(joints, rewards) if reward["reward"] == 1.0)
     assert len(set(by_prompt.values())) == 4  # another answer before, another pairing
     first_turn = task.reward(["d"], ["a"], batch_items=[row], prompts=[row["prompt"]])
     assert first_turn[0]["reward"] == total(pairing(), "d", "a", row=row)
@@ -275,10 +267,7 @@ def test_a_table_of_logits_learns_the_pairing():
     for _ in range(150):
         probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
         actions = np.array(
-            [
-                [generator.choice(4, samples, p=probabilities[agent, row]) for row in rows]
-                for agent in range(2)
-            ]
+            [[generator.choice(4, samples, p=probabilities[agent, row]) for row in rows] for agent in range(2)]
         )
         for row in rows:
             letters = [[SYMBOLS[action] for action in actions[agent, row]] for agent in range(2)]

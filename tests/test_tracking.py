@@ -323,9 +323,7 @@ def no_wandb_account(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
 
 
-def test_wandb_without_an_account_is_offline_resumable_and_not_closed_by_us(
-    tmp_path, no_wandb_account, capsys
-):
+def test_wandb_without_an_account_is_offline_resumable_and_not_closed_by_us(tmp_path, no_wandb_account, capsys):
     import wandb
 
     settings = {
@@ -585,9 +583,7 @@ def test_learning_curve_writes_a_picture(tmp_path, monkeypatch):
     folders = [write_curve(tmp_path, offset) for offset in (0.0, 1.0)]
     plots.learning_curve(folders[0], tmp_path / "one.png")
     picture = tmp_path / "new" / "both.png"
-    monkeypatch.setattr(
-        sys, "argv", ["plots", *map(str, folders), "--out", str(picture), "--axis", "env_step"]
-    )
+    monkeypatch.setattr(sys, "argv", ["plots", *map(str, folders), "--out", str(picture), "--axis", "env_step"])
     plots.main()
     for path in (tmp_path / "one.png", picture):
         assert path.read_bytes().startswith(b"\x89PNG")

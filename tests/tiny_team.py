@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from comlrl.signals import StopSignal
 from comlrl.trainers import MAGRPOConfig, MAGRPOTrainer
 
 EOS = "<eos>"
@@ -25,7 +26,7 @@ def build_tokenizer(letters):
 
 def build_model(vocabulary, seed):
     """One layer, hidden size 8. Large weights make the answers depend on the prompt, and a small head keeps every
-    answer likely; with seeds 8 and 9 they have probabilities of 0.14 to 0.81."""
+    answer likely; with seeds 2 and 9 they have probabilities of 0.13 to 0.62."""
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=8,
@@ -92,7 +93,7 @@ class Game:
 
     def trainer(self, kind=MAGRPOTrainer, turns=2, **settings):
         trainer = kind(
-            agents=[build_model(self.vocabulary, seed) for seed in (8, 9)],
+            agents=[build_model(self.vocabulary, seed) for seed in (2, 9)],
             tokenizer=build_tokenizer(self.letters),
             reward_func=self.reward,
             formatters=[self.formatter(agent) for agent in range(2)],
@@ -113,24 +114,24 @@ class Game:
 
 
 class GradientTrainer(MAGRPOTrainer):
-    """Keeps each minibatch's gradients, one flat tensor an agent, and takes no step."""
+    """Keeps each minibatch's gradients, one flat tensor an agent, where the real one takes a step."""
 
-    gradients: list
-
-    def optimizer_step(self, groups, scale):
-        flat = []
-        for index, agent in enumerate(self.agents):
-            _, problem = self.learn(index, groups[index], scale)
-            assert not problem
-            flat.append(flat_gradient(agent.model))
-            self.engines[index].clear()
-        self.gradients.append(flat)
+    gradients_seen: list
 
     def gradient_of(self, roots):
         """The gradients of all minibatches of a buffer of trees: [minibatch][agent]."""
-        self.buffer, self.gradients = list(roots), []
-        assert list(self.update())
-        return self.gradients
+        self.buffer, self.gradients_seen = list(roots), []
+        self.update(StopSignal())
+        return self.gradients_seen
+
+    def apply(self, metrics, norms, useful, problem):
+        assert not problem
+        self.gradients_seen.append([flat_gradient(agent.model) for agent in self.agents])
+        for engine in self.engines:
+            engine.clear()
+
+    def record_completions(self, roots):
+        """Nothing is written."""
 
 
 def flat_gradient(model):

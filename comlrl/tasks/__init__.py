@@ -91,7 +91,9 @@ def load_rewards(reward: Any, task: Task) -> tuple[list[Callable], list[float]]:
     functions, weights = [], []
     for entry in entries:
         if not isinstance(entry, dict) or "use" not in entry or set(entry) - {"use", "weight"}:
-            raise ValueError(f"reward: {entry!r} must be a mapping with use: file.py:name (or 'task') and weight: a number")
+            raise ValueError(
+                f"reward: {entry!r} must be a mapping with use: file.py:name (or 'task') and weight: a number"
+            )
         functions.append(task.reward if entry["use"] == "task" else load_object(entry["use"], "reward"))
         weights.append(float(entry.get("weight", 1.0)))
     return functions, weights
@@ -104,24 +106,16 @@ def _checked_arguments(function: Callable[..., Task], arguments: dict[str, Any],
         raise ValueError("task_args.num_agents: set num_agents of the run instead")
     if "num_agents" not in parameters and not open_ended:
         raise ValueError(f"task={spec!r}: the function needs a parameter num_agents")
-    names = [
-        name
-        for name, item in parameters.items()
-        if item.kind is not item.VAR_KEYWORD and name != "num_agents"
-    ]
+    names = [name for name, item in parameters.items() if item.kind is not item.VAR_KEYWORD and name != "num_agents"]
     for key in arguments:
         if key not in names and not open_ended:
             close = nearest(key, names)
-            hint = (
-                f"did you mean task_args.{close}?" if close else f"{spec} takes {', '.join(names) or 'none'}"
-            )
+            hint = f"did you mean task_args.{close}?" if close else f"{spec} takes {', '.join(names) or 'none'}"
             raise ValueError(f"unknown key task_args.{key}: {hint}")
     for name in names:
         if parameters[name].default is inspect.Parameter.empty and name not in arguments:
             raise ValueError(f"task_args.{name}: {spec} needs a value for it")
-    if (
-        spec not in TASKS
-    ):  # a user's annotations can be anything, also names that exist for type checkers only
+    if spec not in TASKS:  # a user's annotations can be anything, also names that exist for type checkers only
         return arguments
     hints = typing.get_type_hints(function)
     return {key: convert(value, hints[key], f"task_args.{key}") for key, value in arguments.items()}

@@ -82,9 +82,7 @@ def length_ratio(
         name="length_ratio",
         train_rows=[row for i, row in enumerate(rows) if i % 4 != 3],
         eval_rows=[row for i, row in enumerate(rows) if i % 4 == 3],
-        formatters=[
-            partial(format_chat, agent=i) if style == "chat" else format_plain for i in range(num_agents)
-        ],
+        formatters=[partial(format_chat, agent=i) if style == "chat" else format_plain for i in range(num_agents)],
         score=score,
         maximum=1.0,
         transition=feedback_chat if style == "chat" else feedback_plain,
@@ -93,9 +91,7 @@ def length_ratio(
             "the same text from every agent": score({}, ["x" * max(min_chars, 1)] * num_agents)[0],
             "one letter, repeated in the right ratio": score({}, ["x" * length for length in filler])[0],
         },
-        reference=partial(
-            reference_texts, num_agents=num_agents, min_chars=min_chars, factor=(low + high) / 2
-        ),
+        reference=partial(reference_texts, num_agents=num_agents, min_chars=min_chars, factor=(low + high) / 2),
     )
 
 
@@ -165,10 +161,7 @@ def reference_texts(row: Row, num_agents: int, min_chars: int, factor: float) ->
     sentence = f"{row['prompt'].rstrip('.')}: once, far away, it was so. "
     lengths = _lengths(num_agents, max(min_chars, 40), factor)
     # A cut may end with a space, which does not count as text.
-    return [
-        (sentence * (length // len(sentence) + 1))[: length - 1].rstrip().ljust(length, ".")
-        for length in lengths
-    ]
+    return [(sentence * (length // len(sentence) + 1))[: length - 1].rstrip().ljust(length, ".") for length in lengths]
 
 
 def _counts(texts: Sequence[str], agent: int) -> str:

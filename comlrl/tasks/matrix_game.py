@@ -58,9 +58,7 @@ def make_rows(num_agents: int, rows: int, seed: int) -> list[Row]:
     generator = random.Random(seed)
     # No fixed points: agents that all say the same never match. Best symbols alternate between two halves, so
     # that agents must read the prompt.
-    pairings = [
-        p for p in permutations(range(SIZE)) if all(symbol != other for symbol, other in enumerate(p))
-    ]
+    pairings = [p for p in permutations(range(SIZE)) if all(symbol != other for symbol, other in enumerate(p))]
     generator.shuffle(pairings)
     order = generator.sample(range(SIZE), SIZE)
     return [

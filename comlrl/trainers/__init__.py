@@ -30,8 +30,8 @@ __all__ = [
     "MAGRPOTrainer",
     "MAREINFORCEConfig",
     "MAREINFORCETrainer",
-    "MAReMaxConfig",
-    "MAReMaxTrainer",
     "MARLOOConfig",
     "MARLOOTrainer",
+    "MAReMaxConfig",
+    "MAReMaxTrainer",
 ]

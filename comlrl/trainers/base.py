@@ -5,26 +5,31 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from comlrl import credit
+from comlrl import checkpoint, credit
 from comlrl.agents import Agent
 from comlrl.config import escape
 from comlrl.data import RowSource
 from comlrl.engine import Engine, OptimizerSettings
-from comlrl.evaluation import evaluate_team
+from comlrl.evaluation import Evaluation, evaluate_team
 from comlrl.generation import Sampling
 from comlrl.loading import build_formatters, check_team, load_references, load_team
 from comlrl.planning import plan_text
 from comlrl.rewards import Rewards
 from comlrl.rollouts import Node, Rollouts, RolloutStats, Team, TreeShape, walk
 from comlrl.summaries import Metrics, completion_records, rollout_metrics
-from comlrl.tracking import Run
 from comlrl.trackers import check_trackers
+from comlrl.tracking import Run
+from comlrl.trainers import resume
 from comlrl.trainers.reinforce_config import MAGRPOConfig
 
+COUNTERS = (
+    "step", "env_step", "rollout", "epoch", "position", "sequence", "evaluation_due", "best", "reward_counters",
+)  # fmt: skip
 SAMPLING_OVERRIDES = ("max_new_tokens", "temperature", "top_p", "top_k")
 
 
@@ -117,13 +122,19 @@ class TeamTrainer:
         self.run_config = run_config or {}
         output = ((wandb_config or {}).get("config_sections") or {}).get("output") or {}
         self.verbose: bool = bool(output.get("verbose", True))
-        # Counters: optimizer steps, rewarded joint actions, rollouts, epochs finished and rows used of this one.
-        self.step = self.env_step = self.rollout = 0
-        self.epoch, self.position = 0, 0
+        # Optimizer steps, rewarded joint actions, rollouts; epochs finished, and rows used of this one.
+        self.step = self.env_step = self.rollout = self.epoch = self.position = 0
+        self.sequence = 0  # of the last checkpoint
+        self.evaluation_due = args.eval_interval > 0
+        self.best: float | None = None  # value of checkpoint_best_metric
         self.buffer: list[Node] = []  # roots of finished trees that were not learned from yet
         self.evaluations: list[tuple[int, Metrics]] = []  # (step, metrics)
         self.pending: Metrics = {}  # numbers of rollouts since the last step
+        self.seconds: Metrics = {"time/learn": 0.0, "time/save": 0.0}  # since the last step
+        self.saved_at: tuple[int, int] | None = None  # step and epoch of the last checkpoint
+        self.reference_hashes: list[str] = []
         functions = list(reward_func) if isinstance(reward_func, (list, tuple)) else [reward_func]
+        self.reward_functions = functions
         # Reward workers are forked here: before any model, so that they stay small and no thread is running yet.
         self.rewards = Rewards(
             functions,
@@ -134,6 +145,8 @@ class TeamTrainer:
             timeout=args.reward_timeout,
             on_error=args.reward_on_error,
         )
+        self.reward_counters = dict(self.rewards.counters)
+        resume.stateful_callbacks(self)
         if not dry_run:
             self.load_models()
 
@@ -159,13 +172,13 @@ class TeamTrainer:
 
     def evaluate(self, num_eval_samples: int | None = None) -> Metrics:
         """Greedy (and with eval_generations sampled) trajectories on the eval rows; keys start with `eval/`."""
-        return self._evaluate(num_eval_samples)[0]
+        return self.evaluate_team(num_eval_samples).metrics
 
-    def _evaluate(self, num_eval_samples: int | None = None) -> tuple[Metrics, list[dict[str, Any]]]:
+    def evaluate_team(self, num_eval_samples: int | None = None) -> Evaluation:
         limit = self.args.eval_num_samples if num_eval_samples is None else num_eval_samples
         rows = self.eval_rows.first(limit)
         if not rows:
-            return {}, []
+            return Evaluation({}, [])
         started = time.perf_counter()
         evaluation = evaluate_team(
             self.rollouts,
@@ -182,36 +195,52 @@ class TeamTrainer:
         )
         metrics = {f"eval/{key}": value for key, value in evaluation.metrics.items()}
         metrics["time/evaluate"] = time.perf_counter() - started
-        return metrics, evaluation.records
+        return Evaluation(metrics, evaluation.records)
 
-    def log_evaluation(self) -> None:
-        metrics, records = self._evaluate()
-        if metrics and self.run is not None:
-            self.evaluations.append((self.step, metrics))
-            self.run.log(metrics, step=self.step, env_step=self.env_step, epoch=self.fractional_epoch, kind="eval")
-            self.run.log_completions([{"step": self.step, **record} for record in records])
+    def plan_evaluation(self) -> None:
+        """Due when `eval_interval` optimizer steps have passed, and after the last step."""
+        interval = self.args.eval_interval
+        last = self.evaluations[-1][0] if self.evaluations else 0
+        crossed = bool(interval) and self.step // interval > last // interval
+        self.evaluation_due = bool(interval) and (crossed or (self.finished and last != self.step))
+
+    def record_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluation_due = False
+        run = self.open_run()
+        if evaluation.metrics:
+            self.evaluations.append((self.step, evaluation.metrics))
+            run.log(
+                evaluation.metrics,
+                step=self.step,
+                env_step=self.env_step,
+                epoch=self.fractional_epoch,
+                kind="eval",
+            )
+            run.log_completions([{"step": self.step, **record} for record in evaluation.records])
+            self.keep_best(evaluation.metrics)
         self.drain_incidents()
 
     def record_rollout(self, roots: list[Node], stats: RolloutStats) -> None:
         self.rollout += 1
         self.env_step += stats.env_steps
+        self.reward_counters = dict(self.rewards.counters)
         if roots:
             for key, value in rollout_metrics(roots, stats, len(self.agents)).items():
                 summed = key.startswith(("time/", "rollout/")) and key in self.pending
                 self.pending[key] = self.pending[key] + value if summed else value
-        if self.run is not None:
-            records = completion_records(roots, "train", self.rollout)
-            self.run.log_completions([{"step": self.step + 1, **record} for record in records])
         self.drain_incidents()
 
+    def record_completions(self, roots: list[Node]) -> None:
+        """Written when a buffer is learned from, with that step: a resumed run has each sample once."""
+        records = completion_records(roots, "train", self.rollout)
+        self.open_run().log_completions([{"step": self.step + 1, **record} for record in records])
+
     def log_step(self, metrics: Metrics) -> None:
-        learn = self.pending.pop("time/learn", 0.0) + metrics.pop("time/learn")
-        line = {**self.pending, **metrics, "time/learn": learn}
-        for key, value in self.rewards.counters.items():
-            line[f"reward_calls/{key}"] = float(value)
+        counts = {f"reward_calls/{key}": float(value) for key, value in self.reward_counters.items()}
+        line = {**self.pending, **metrics, **counts, **self.seconds}
         self.pending = {}
-        if self.run is not None:
-            self.run.log(line, step=self.step, env_step=self.env_step, epoch=self.fractional_epoch, kind="train")
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self.open_run().log(line, step=self.step, env_step=self.env_step, epoch=self.fractional_epoch, kind="train")
 
     def summary(self) -> list[dict[str, Any]]:
         """First and last evaluation as rows of a table: rewards, then lengths and truncated shares of each agent."""
@@ -241,7 +270,7 @@ class TeamTrainer:
     def fractional_epoch(self) -> float:
         return self.epoch + (self.position / len(self.rows) if len(self.rows) else 0.0)
 
-    def open_run(self) -> Run:
+    def open_run(self, resume_folder: str | None = None) -> Run:
         if self.run is None:
             self.run = Run(
                 self.args.output_dir,
@@ -254,6 +283,8 @@ class TeamTrainer:
                 logging_steps=self.args.logging_steps,
                 verbose=self.verbose,
                 total_steps=self.total_steps,
+                resume_folder=resume_folder,
+                resume_step=self.step if resume_folder else None,
             )
         self.run.verbose = self.verbose
         return self.run
@@ -271,10 +302,117 @@ class TeamTrainer:
         for index, agent in enumerate(self.agents):
             agent.save(f"{output_dir}/agent_{index}")
 
+    def start(self, resume_from: str | None, folder: str | None, interval: int | None, limit: int | None) -> None:
+        """Settle where and when to save, go on from a checkpoint if one is given, open the run's records."""
+        changes = {"checkpoint_interval": interval, "checkpoint_total_limit": limit}
+        self.args = replace(self.args, **{key: value for key, value in changes.items() if value is not None})
+        args = self.args
+        if self.rows.sized and not len(self.rows):
+            raise ValueError("train_dataset is empty or missing: give at least one row")
+        self.checkpoint_dir = Path(folder) if folder is not None else None
+        self.reference_hashes = resume.reference_hashes(self)
+        notes: list[str] = []
+        run_folder = None
+        if resume_from is not None:
+            notes, run_folder = self.load_checkpoint(resume_from)
+        elif self.checkpoint_dir is not None and checkpoint.complete(self.checkpoint_dir):
+            raise ValueError(
+                f"checkpoint_dir={folder!r} holds the checkpoints of another run; go on from one of them "
+                "(resume_from_checkpoint), or give another folder"
+            )
+        run = self.open_run(run_folder)
+        for line in notes:
+            run.note(line)
+        self.save_schedule = checkpoint.Schedule(
+            args.checkpoint_steps, args.checkpoint_minutes, args.checkpoint_interval, (self.step, self.epoch)
+        )
+        if self.checkpoint_dir is not None:
+            resume.save_references(self, self.checkpoint_dir)
+            size = sum(resume.checkpoint_bytes(agent.model) for agent in self.agents)
+            kept = f"{args.checkpoint_total_limit} are kept" if args.checkpoint_total_limit else "all are kept"
+            run.note(f"a checkpoint takes about {checkpoint.gigabytes(size)}; {kept} in {self.checkpoint_dir}")
+
+    def save_checkpoint(self, directory: str | Path) -> str:
+        """Save everything as `directory/checkpoint-<sequence>`; returns that folder."""
+        self.open_run()
+        self.sequence += 1
+        contents = resume.gather(self, self.sequence)
+        return str(checkpoint.write(Path(directory), self.sequence, contents, self.args.checkpoint_total_limit))
+
+    def load_checkpoint(self, path: str | Path) -> tuple[list[str], str | None]:
+        """Go on from a checkpoint folder, or from the newest good one in a folder of checkpoints.
+
+        Returns lines about what has changed, and the folder of its run if it is still there.
+        """
+        folder = Path(path)
+        if not (folder / checkpoint.MANIFEST).exists() and (good := checkpoint.newest_good(folder)) is not None:
+            folder = good
+        contents = checkpoint.read(folder)
+        self.reference_hashes = resume.reference_hashes(self)
+        notes = resume.restore(self, contents, folder.parent)
+        run_folder = contents.state["run_folder"]
+        return [f"resumed from {folder} at step {self.step}", *notes], run_folder if Path(run_folder).is_dir() else None
+
+    def save_if_due(self) -> None:
+        due = self.save_schedule.due(self.step, self.epoch)
+        if self.checkpoint_dir is not None and (due or (self.finished and self.saved_at != (self.step, self.epoch))):
+            self.try_to_save(lambda: self.save_checkpoint(self.checkpoint_dir))  # type: ignore[arg-type]
+
+    def save_after_signal(self) -> None:
+        for engine in self.engines:
+            engine.clear()
+        if self.checkpoint_dir is not None and self.saved_at != (self.step, self.epoch):
+            self.try_to_save(lambda: self.save_checkpoint(self.checkpoint_dir))  # type: ignore[arg-type]
+        self.close()
+
+    def keep_best(self, metrics: Metrics) -> None:
+        """Keep `checkpoint-best` beside the numbered ones."""
+        key = self.args.checkpoint_best_metric
+        if key is None or self.checkpoint_dir is None:
+            return
+        if key not in metrics:
+            raise ValueError(f"checkpoint_best_metric={key!r}: no such metric; there are {', '.join(sorted(metrics))}")
+        if self.best is None or metrics[key] > self.best:
+            self.best = metrics[key]
+            root = self.checkpoint_dir
+            self.try_to_save(
+                lambda: checkpoint.write(root, 0, resume.gather(self, self.sequence), None, name="checkpoint-best")
+            )
+
+    def try_to_save(self, save: Callable[[], Any]) -> None:
+        """On a full disk the last good checkpoint stays; whether training goes on is a setting."""
+        started = time.perf_counter()
+        try:
+            save()
+        except checkpoint.DiskFullError as error:
+            if self.args.checkpoint_full_disk == "stop":
+                raise
+            self.note(f"checkpoint not saved: {error}")
+        else:
+            self.saved_at = (self.step, self.epoch)
+        self.seconds["time/save"] += time.perf_counter() - started
+
+    def counters(self) -> dict[str, Any]:
+        """Where the run is, as JSON; the twin of `set_counters`."""
+        return {key: getattr(self, key) for key in COUNTERS}
+
+    def set_counters(self, values: dict[str, Any]) -> None:
+        for key in COUNTERS:
+            setattr(self, key, values[key])
+        self.rewards.counters.update(self.reward_counters)
+        self.saved_at = (self.step, self.epoch)
+
+    def finish(self) -> None:
+        self.open_run().note(f"finished at step {self.step}, env_step {self.env_step}")
+
     # ---- settings ---------------------------------------------------------------------------------------------------
 
     def resolve_args(
-        self, args: MAGRPOConfig, agents: Sequence[Any] | None, num_agents: int | None, transition: Callable | None
+        self,
+        args: MAGRPOConfig,
+        agents: Sequence[Any] | None,
+        num_agents: int | None,
+        transition: Callable | None,
     ) -> MAGRPOConfig:
         """A copy of `args` with num_agents and num_turns settled; contradictions are refused."""
         default = type(args)().num_agents
@@ -291,6 +429,8 @@ class TeamTrainer:
         if turns > 1 and transition is None:
             raise ValueError(f"num_turns={turns} needs an external_transition that writes the prompts of later turns")
         return replace(args, num_agents=next(iter(said.values()), default), num_turns=turns)
+
+    finished: bool  # a family's trainer says when
 
     def build_team(self) -> Team:
         return Team(self.args.num_agents)
@@ -356,7 +496,10 @@ class TeamTrainer:
 
     def get_train_dataloader(self) -> Iterator[list[Any]]:
         """Rows of the first epoch in training order, in lists of one."""
-        return ([row] for batch in self.rows.batches(0, 0, 1) for _, row in batch)
+        position = 0
+        while pairs := self.rows.take(0, position, 1):
+            yield [pairs[0][1]]
+            position += 1
 
     def get_eval_dataloader(self) -> Iterator[list[Any]]:
         rows = [row for _, row in self.eval_rows.first(None)]

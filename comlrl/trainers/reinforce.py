@@ -7,7 +7,8 @@ minibatches, `learn` is one agent's gradient. A fork overrides `advantages` or `
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from comlrl import credit, losses
 from comlrl.batches import MicroBatch, Sample, frozen_logprobs, micro_batches
 from comlrl.centralized import CentralizedComparatorAdapter, Coordinator, TaggedCentralizedComparatorAdapter
-from comlrl.generation import sample_seed
+from comlrl.generation import Sampling, sample_seed
 from comlrl.rollouts import Node, Team, walk
+from comlrl.signals import Abandoned, StopSignal
 from comlrl.summaries import Metrics, TokenMeter
 from comlrl.trainers.base import TeamTrainer
 from comlrl.trainers.reinforce_config import (
@@ -28,6 +30,19 @@ from comlrl.trainers.reinforce_config import (
     MARLOOConfig,
 )
 
+__all__ = [
+    "CentralizedMAGRPOConfig",
+    "CentralizedMAGRPOTrainer",
+    "MAGRPOConfig",
+    "MAGRPOTrainer",
+    "MAREINFORCEConfig",
+    "MAREINFORCETrainer",
+    "MARLOOConfig",
+    "MARLOOTrainer",
+    "MAReMaxConfig",
+    "MAReMaxTrainer",
+]
+
 
 class MAGRPOTrainer(TeamTrainer):
     """Multi-agent GRPO: each agent's advantage is its return minus the group's mean, over the group's deviation.
@@ -37,101 +52,141 @@ class MAGRPOTrainer(TeamTrainer):
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
-    def train(self, **overrides: Any) -> None:
+    def train(
+        self,
+        resume_from_checkpoint: str | None = None,
+        checkpoint_dir: str | None = None,
+        checkpoint_interval: int | None = None,
+        checkpoint_total_limit: int | None = None,
+        **overrides: Any,
+    ) -> None:
         """Roll out, fill the buffer, learn; evaluate before the first and after the last step.
 
-        Keyword arguments replace sampling settings while training: max_new_tokens, temperature, top_p, top_k.
+        Args:
+            resume_from_checkpoint: a checkpoint folder to go on from; the number of epochs is absolute.
+            checkpoint_dir: where to save (none: nowhere), at the times that the settings `checkpoint_*` say.
+            checkpoint_interval, checkpoint_total_limit: in place of the settings of these names.
+            overrides: sampling settings while training: max_new_tokens, temperature, top_p, top_k.
         """
-        args = self.args
         sampling = self.sampling_with(overrides)
-        self.open_run()
-        if args.eval_interval and self.step == 0:
-            self.log_evaluation()
-        last_evaluation = self.step
-        while self.epoch < args.num_train_epochs and not self.finished:
-            for rows in self.rows.batches(self.epoch, self.position, args.rows_per_rollout or args.rollout_buffer_size):
-                self.position += len(rows)
-                roots, stats = self.rollouts.expand(rows, self.shape, sampling, (args.seed, "train", self.rollout))
-                self.record_rollout(roots, stats)
-                self.buffer += roots
-                if self.buffered_nodes() < args.rollout_buffer_size:
-                    continue
-                for _ in self.update():
-                    if args.eval_interval and self.step % args.eval_interval == 0 and not self.finished:
-                        self.log_evaluation()
-                        last_evaluation = self.step
-                if self.finished:
-                    break
-            else:
-                # Leftovers are trained on at the end of the epoch.
-                for _ in self.update():
-                    pass
+        self.start(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit)
+        with StopSignal() as stop:
+            try:
+                self.loop(sampling, stop)
+            except Abandoned:
+                self.save_after_signal()
+                stop.exit()
+            finally:
+                self.drain_incidents()
+        self.finish()
+
+    def loop(self, sampling: Sampling, stop: StopSignal) -> None:
+        while True:
+            if self.evaluation_due:
+                with stop.abandonable():
+                    evaluation = self.evaluate_team()
+                self.record_evaluation(evaluation)
+            self.save_if_due()
+            if stop.requested is not None:
+                raise Abandoned
+            if self.finished:
+                return
+            epoch_ended = self.collect(sampling, stop)
+            if epoch_ended or self.buffered_nodes() >= self.args.rollout_buffer_size:
+                self.update(stop)
+            if epoch_ended:
                 self.epoch, self.position = self.epoch + 1, 0
-        if args.eval_interval and last_evaluation != self.step:
-            self.log_evaluation()
+            self.plan_evaluation()
 
     @property
     def finished(self) -> bool:
-        return self.args.max_steps is not None and self.step >= self.args.max_steps
+        limit = self.args.max_steps
+        return self.epoch >= self.args.num_train_epochs or (limit is not None and self.step >= limit)
 
-    def update(self) -> Iterator[int]:
-        """Learn from the whole buffer, whole trees, in minibatches of nodes; yields after each optimizer step."""
+    def collect(self, sampling: Sampling, stop: StopSignal) -> bool:
+        """One rollout into the buffer; True if the epoch has no rows left. Nothing has changed if it is abandoned."""
+        size = self.args.rows_per_rollout or self.args.rollout_buffer_size
+        rows = self.rows.take(self.epoch, self.position, size)
+        if rows:
+            with stop.abandonable():
+                roots, stats = self.rollouts.expand(rows, self.shape, sampling, (self.args.seed, "train", self.rollout))
+            self.buffer += roots
+            self.position += len(rows)
+            self.record_rollout(roots, stats)
+        return self.rows.exhausted(self.position, len(rows), size)
+
+    def update(self, stop: StopSignal) -> None:
+        """Learn from the whole buffer, whole trees, in minibatches of nodes, one optimizer step each.
+
+        It can be abandoned until the first step is taken; then it goes through to the end.
+        """
         args, roots = self.args, self.buffer
-        self.buffer = []
         nodes = list(walk(roots))
-        if not nodes:
-            return
-        started = time.perf_counter()
         batch_size = args.train_batch_size or args.rollout_buffer_size
-        steps = [chunk for e in range(args.epochs_per_rollout) for chunk in self.minibatches(len(nodes), batch_size, e)]
-        samples = [[self.samples(node, agent) for node in nodes] for agent in range(len(self.agents))]
-        for agent in range(len(self.agents)):
-            self.fill_logprobs(agent, samples[agent], several_steps=len(steps) > 1)
-            for node, group in zip(nodes, samples[agent], strict=True):
-                self.advantages(node, agent, group)
-        self.pending["time/learn"] = self.pending.get("time/learn", 0.0) + time.perf_counter() - started
-        for chunk in steps:
+        chunks = [
+            c for epoch in range(args.epochs_per_rollout) for c in self.minibatches(len(nodes), batch_size, epoch)
+        ]
+        with stop.abandonable():
+            started = time.perf_counter()
+            samples = [[self.samples(node, agent) for node in nodes] for agent in range(len(self.agents))]
+            for agent in range(len(self.agents)):
+                self.fill_logprobs(agent, samples[agent], several_steps=len(chunks) > 1)
+                for node, group in zip(nodes, samples[agent], strict=True):
+                    self.advantages(node, agent, group)
+            self.seconds["time/learn"] += time.perf_counter() - started
+        for number, chunk in enumerate(chunks):
             if self.finished:
-                return
+                break
             # Unbiased for the sum over the nodes of a tree, averaged over trees, whatever the minibatch holds.
             scale = len(nodes) / (len(chunk) * len(roots)) if args.node_weighting == "tree" else 1 / len(chunk)
-            self.optimizer_step([[samples[agent][i] for i in chunk] for agent in range(len(self.agents))], scale)
-            yield self.step
+            groups = [[samples[agent][i] for i in chunk] for agent in range(len(self.agents))]
+            with stop.abandonable() if number == 0 else nullcontext():
+                gradients = self.gradients(groups, scale)
+            if number == 0:
+                self.record_completions(roots)
+                self.buffer = []
+            self.apply(*gradients)
 
-    def optimizer_step(self, groups: list[list[list[Sample]]], scale: float) -> None:
-        """One step of every agent on one minibatch: groups[agent][node] are samples.
+    def gradients(self, groups: list[list[list[Sample]]], scale: float) -> tuple[Metrics, list[float], list[bool], str]:
+        """Every agent's gradient on one minibatch: groups[agent][node] are samples. No weight moves.
 
-        All gradients are there and finite before the first weight moves.
+        Returns metrics, gradient norms, which agents have something to learn, and what is not finite ("" if all is).
         """
         started = time.perf_counter()
         metrics: Metrics = {}
         norms: list[float] = []
         problem = ""
-        trained = [any(sample.trained for group in groups[i] for sample in group) for i in range(len(self.agents))]
         for index, agent in enumerate(self.agents):
             numbers, bad = self.learn(index, groups[index], scale)
             norm = self.engines[index].grad_norm()
             if not bad and not math.isfinite(norm):
                 bad = f"gradient norm {norm} over samples {self.names(groups[index])}"
-            if bad:
-                problem = problem or f"step {self.step + 1}, {agent.name}: {bad}; weights unchanged"
+            if bad and not problem:
+                problem = f"step {self.step + 1}, {agent.name}: {bad}; weights unchanged"
             norms.append(norm)
             metrics |= numbers
             metrics[f"agent_{index}/grad_norm"] = norm
             metrics[f"agent_{index}/learning_rate"] = self.engines[index].learning_rate
+        useful = [any(s.trained for group in groups[i] for s in group) for i in range(len(self.agents))]
+        self.seconds["time/learn"] += time.perf_counter() - started
+        return metrics, norms, useful, problem
+
+    def apply(self, metrics: Metrics, norms: list[float], useful: list[bool], problem: str) -> None:
+        """One optimizer step of every agent, after all gradients are known to be finite."""
+        started = time.perf_counter()
         if problem and self.args.nonfinite == "raise":
             for engine in self.engines:
                 engine.clear()
             raise FloatingPointError(f"{problem} (nonfinite: skip goes on without such steps)")
-        for agent, engine, norm, useful in zip(self.agents, self.engines, norms, trained):
-            if problem or not useful:
+        for agent, engine, norm, wanted in zip(self.agents, self.engines, norms, useful):
+            if problem or not wanted:
                 engine.skip()
             else:
                 engine.step(norm)
                 agent.weights_changed()
         self.step += 1
-        metrics["skipped_step"] = float(bool(problem))
-        metrics["time/learn"] = time.perf_counter() - started
+        metrics["skipped_step"] = float(bool(problem) or not any(useful))
+        self.seconds["time/learn"] += time.perf_counter() - started
         if problem:
             self.note(problem)
         self.log_step(metrics)
@@ -168,9 +223,7 @@ class MAGRPOTrainer(TeamTrainer):
             for sample in flat:
                 sample.old_logprobs = old[id(sample)]
         if args.reference_kl_enabled:
-            frozen = frozen_logprobs(
-                flat, policy, self.references[agent], args.temperature, args.micro_batch_tokens
-            )
+            frozen = frozen_logprobs(flat, policy, self.references[agent], args.temperature, args.micro_batch_tokens)
             for sample in flat:
                 sample.reference_logprobs = frozen[id(sample)]
 
@@ -190,7 +243,9 @@ class MAGRPOTrainer(TeamTrainer):
         for sample, value in zip(group, values.tolist(), strict=True):
             sample.advantage = value
 
-    def loss(self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor, old: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of every token, [N, C], and tensors of that shape to log."""
         args = self.args
         advantages = torch.tensor([s.advantage for s in batch.samples], device=logprobs.device)

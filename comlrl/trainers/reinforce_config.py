@@ -8,6 +8,7 @@ from comlrl.engine import OPEN_SCHEDULES, PLANNED_SCHEDULES
 from comlrl.losses import LOSS_AGGREGATIONS
 
 JOINT_MODES = {"aligned": "aligned", "align": "aligned", "cross": "cross", "crossed": "cross"}
+OPTIONAL_COUNTS = ["max_steps", "num_turns", "top_k", "max_prompt_length", "rows_per_rollout", "train_batch_size", "reward_batch_size", "checkpoint_interval", "checkpoint_steps", "checkpoint_total_limit"]
 
 
 @dataclass
@@ -84,6 +85,12 @@ class MAGRPOConfig:
     eval_num_samples: int | None = option(None, "rows evaluated; none: all")
     eval_batch_size: int = option(16, "rows evaluated together")
     eval_generations: int = option(0, "also sample this many answers a row: mean and best of k; 0: greedy only")
+    checkpoint_interval: int | None = option(1, "epochs between checkpoints; none: not by epochs")
+    checkpoint_steps: int | None = option(None, "optimizer steps between checkpoints; none: not by steps")
+    checkpoint_minutes: float | None = option(None, "minutes between checkpoints; none: not by time")
+    checkpoint_total_limit: int | None = option(None, "newest checkpoints that are kept; none: all")
+    checkpoint_best_metric: str | None = option(None, "also keep the best by this, for example eval/reward_mean")
+    checkpoint_full_disk: str = option("stop", "no space for a checkpoint: stop, or continue without it")
     logging_steps: int = option(50, "env steps between two logs to trackers (metrics.jsonl has every step)")
     output_dir: str = option("runs", "where run folders go")
     run_name: str | None = option(None, "folder of the run (a taken name gets a suffix); none: the algorithm's name")
@@ -101,19 +108,26 @@ class MAGRPOConfig:
         self._choose("lr_schedule", OPEN_SCHEDULES + PLANNED_SCHEDULES)
         self._choose("nonfinite", ("raise", "skip"))
         self._choose("reward_on_error", ("raise", "skip"))
+        self._choose("checkpoint_full_disk", ("stop", "continue"))
         at_least_one = (
             "num_train_epochs num_agents num_generations max_new_tokens max_tree_nodes generation_batch_rows "
             "rollout_buffer_size epochs_per_rollout micro_batch_tokens eval_batch_size logging_steps"
         )
         for key in at_least_one.split():
             self._require(key, getattr(self, key) >= 1, "at least 1")
-        for key in "max_steps num_turns top_k max_prompt_length rows_per_rollout train_batch_size reward_batch_size".split():
+        for key in OPTIONAL_COUNTS:
             self._require(key, getattr(self, key) is None or getattr(self, key) >= 1, "at least 1, or none")
-        for key in "warmup_steps eval_interval eval_generations reference_kl_coef weight_decay".split():
+        for key in ["warmup_steps", "eval_interval", "eval_generations", "reference_kl_coef", "weight_decay"]:
             self._require(key, getattr(self, key) >= 0, "at least 0")
         for key in ("agent_learning_rate", "temperature", "adam_eps"):
             self._require(key, getattr(self, key) > 0, "above 0")
-        for key in ("clip_range", "max_grad_norm", "reward_timeout", "sampler_ratio_cap"):
+        for key in (
+            "clip_range",
+            "max_grad_norm",
+            "reward_timeout",
+            "sampler_ratio_cap",
+            "checkpoint_minutes",
+        ):
             self._require(key, getattr(self, key) is None or getattr(self, key) > 0, "above 0, or none")
         self._require("eval_num_samples", self.eval_num_samples is None or self.eval_num_samples >= 0, "at least 0")
         self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
@@ -170,7 +184,9 @@ class CentralizedMAGRPOConfig(MAGRPOConfig):
     """One coordinator writes every role's answer; num_agents counts the roles."""
 
     collaboration_mode: str = option("centralized", "only centralized")
-    unparsable_reward: float | str | None = option("empty", "reward of unparsable output: a number, empty (score '') or skip")
+    unparsable_reward: float | str | None = option(
+        "empty", "reward of unparsable output: a number, empty (score '') or skip"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
