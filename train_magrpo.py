@@ -3,6 +3,7 @@
     accelerate launch train_magrpo.py --config configs/quickstart.yaml
     accelerate launch train_magrpo.py --config configs/smoke.yaml algorithm=marloo args.num_generations=8
     python train_magrpo.py --config configs/quickstart.yaml --dry-run
+    accelerate launch train_magrpo.py --config configs/quickstart.yaml --resume auto
 
 To make an experiment of your own, copy this file and change one thing: the task, the reward, or a method of the trainer
 (`advantages`, `loss`). The loop itself is in comlrl/trainers/reinforce.py.
@@ -10,6 +11,13 @@ To make an experiment of your own, copy this file and change one thing: the task
 
 from typing import Any
 
+from comlrl.signals import end_with_parent
+
+end_with_parent()  # before the imports below: they take seconds, in which the launcher may die
+
+from accelerate.utils import set_seed
+
+from comlrl.checkpoint import find_resume
 from comlrl.config import RunConfig, exit_on_value_error, parse_command_line, to_dict
 from comlrl.tasks import load_rewards, load_task
 from comlrl.trainers import REINFORCE_ALGORITHMS, MAGRPOTrainer
@@ -51,12 +59,18 @@ def main(argv: list[str] | None = None) -> None:
     assert __doc__ is not None
     command = parse_command_line(RunConfig, argv, __doc__, choose_config)
     with exit_on_value_error():
+        set_seed(command.config.args.seed)  # for a reward that draws random numbers
         trainer = build_trainer(command.config, command.dry_run)
-    if command.dry_run:
-        print(trainer.plan())
-        return
-    trainer.train()
+        if command.dry_run:
+            print(trainer.plan())
+            return
+        resume, why_not = find_resume(command.resume, command.config.args.output_dir, trainer.run_name)
+        if resume is not None:
+            trainer.load_checkpoint(resume)
     run = trainer.open_run()
+    if why_not:
+        run.note(why_not)
+    trainer.train(checkpoint_dir=str(resume.parent if resume is not None else run.folder / "checkpoints"))
     save_dir = command.config.save_dir or str(run.folder / "model")
     trainer.save_model(save_dir)
     run.summary_table(trainer.summary(), "evaluation")

@@ -126,7 +126,7 @@ def completion_logprobs(
     completion_mask: Tensor,
     prompt_index: Tensor,
     temperature: float = 1.0,
-    entropy: bool = True,
+    entropy: str = "value",
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the sampled tokens, the final EOS included.
 
@@ -137,7 +137,7 @@ def completion_logprobs(
         temperature: of the sampling distribution; the log-prob is log_softmax(logits / temperature)[id].
 
     Returns:
-        log-probs and entropies (nats; without gradient), both [N, C] in fp32, exactly 0 on pads.
+        log-probs and entropies (nats), both [N, C] in fp32, exactly 0 on pads; for `entropy` see `token_logprobs`.
 
     A prompt is read once and its keys and values are shared by its completions, gradients included: K answers of a
     prompt as long as themselves cost half. Only sampled positions go through the language-model head.
@@ -190,26 +190,33 @@ def frozen_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def token_logprobs(
-    logits: Tensor, ids: Tensor, mask: Tensor, temperature: float = 1.0, entropy: bool = True
+    logits: Tensor, ids: Tensor, mask: Tensor, temperature: float = 1.0, entropy: str = "value"
 ) -> tuple[Tensor, Tensor]:
-    """log_softmax(logits / temperature) at `ids`, and the entropy; [N, C, V], [N, C] -> two [N, C] in fp32."""
+    """log_softmax(logits / temperature) at `ids`, and the entropy; [N, C, V], [N, C] -> two [N, C] in fp32.
+
+    `entropy`: "value" has no gradient (to log), "gradient" has one (for a bonus; costs another [N, C, V]), "none" is 0.
+    """
     logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
     normalizer = logits.logsumexp(-1)
     logprobs = logits.gather(-1, ids[..., None])[..., 0] - normalizer
     entropies = torch.zeros_like(normalizer)
-    if entropy:
-        with torch.no_grad():  # row by row: a second [N, C, V] tensor would double the peak
-            for row in range(logits.shape[0]):
-                log_p = logits[row] - normalizer[row, :, None]
-                entropies[row] = -(log_p.exp() * log_p).sum(-1)
+    if entropy != "none":
+        with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
+            # Row by row: without gradient the peak then holds no second [N, C, V].
+            entropies = torch.stack([row_entropy(logits[n] - normalizer[n, :, None]) for n in range(len(logits))])
     keep = mask.bool()
     return torch.where(keep, logprobs, 0.0), torch.where(keep, entropies, 0.0)
 
 
+def row_entropy(logprobs: Tensor) -> Tensor:
+    """Entropy in nats of each distribution: [C, V] -> [C]."""
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends an answer: the tokenizer's, the model's and the generation config's, which may hold several."""
+    """Every id that ends an answer: the tokenizer's, the model's, and the generation config's, often several."""
     found: set[int] = set()
     generation_eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     for ids in (tokenizer.eos_token_id, model.config.get_text_config().eos_token_id, generation_eos):
@@ -291,7 +298,7 @@ def check_loadable(source: str, model_config: dict[str, Any] | None = None) -> N
         AutoConfig.from_pretrained(source, **hub_options(model_config))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model {source!r} cannot be found: it is no embedded model ({', '.join(embedded.EMBEDDED)}), no folder "
+            f"model {source!r} cannot be found: no embedded model ({', '.join(embedded.EMBEDDED)}), no folder "
             f"with a config.json, and no hub id that can be reached ({str(error).splitlines()[0]})"
         ) from error
 
@@ -304,6 +311,6 @@ def check_tokenizer(source: str, model_config: dict[str, Any] | None = None) -> 
         load_tokenizer(source, model_config)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"tokenizer {source!r} cannot be found: it is no embedded model ({', '.join(embedded.EMBEDDED)}), no folder "
+            f"tokenizer {source!r} cannot be found: no embedded model ({', '.join(embedded.EMBEDDED)}), no folder "
             f"with a tokenizer, and no hub id that can be reached ({str(error).splitlines()[0]})"
         ) from error

@@ -43,9 +43,7 @@ class MicroBatch:
     completion_mask: Tensor
     prompt_index: Tensor
 
-    def logprobs(
-        self, agent: Agent, model: torch.nn.Module, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs(self, agent: Agent, model: torch.nn.Module, temperature: float, entropy: str) -> tuple[Tensor, Tensor]:
         with agent.autocast():
             return completion_logprobs(
                 model,
@@ -66,7 +64,9 @@ class MicroBatch:
         return padded.to(self.completion_ids.device)
 
 
-def micro_batches(samples: Sequence[Sample], agent: Agent, budget: int) -> Iterator[MicroBatch]:
+def micro_batches(
+    samples: Sequence[Sample], agent: Agent, budget: int, device: torch.device | None = None
+) -> Iterator[MicroBatch]:
     """Cut samples into batches of at most `budget` tokens, pads included (one sample may exceed it).
 
     The longest come first, so a batch that does not fit in memory fails at once; samples of one prompt stay together,
@@ -87,7 +87,7 @@ def micro_batches(samples: Sequence[Sample], agent: Agent, budget: int) -> Itera
                 max(width_answer, len(sample.token_ids)),
             )
             if batch and rows * wide_prompt + (len(batch) + 1) * wide_answer > budget:
-                yield collate(batch, agent)
+                yield collate(batch, agent, device)
                 batch, prompts, width_prompt, width_answer = [], {}, 0, 0
             batch.append(sample)
             prompts[prompt] = None
@@ -96,16 +96,17 @@ def micro_batches(samples: Sequence[Sample], agent: Agent, budget: int) -> Itera
                 max(width_answer, len(sample.token_ids)),
             )
     if batch:
-        yield collate(batch, agent)
+        yield collate(batch, agent, device)
 
 
-def collate(samples: list[Sample], agent: Agent) -> MicroBatch:
+def collate(samples: list[Sample], agent: Agent, device: torch.device | None = None) -> MicroBatch:
+    device = device or agent.device
     place: dict[tuple[int, ...], int] = {}
     for sample in samples:
         place.setdefault(tuple(sample.prompt_ids), len(place))
-    prompt_ids, prompt_mask = left_pad(list(place), agent.pad_id, agent.device)
-    completion_ids, completion_mask = right_pad([s.token_ids for s in samples], agent.pad_id, agent.device)
-    index = torch.tensor([place[tuple(s.prompt_ids)] for s in samples], device=agent.device)
+    prompt_ids, prompt_mask = left_pad(list(place), agent.pad_id, device)
+    completion_ids, completion_mask = right_pad([s.token_ids for s in samples], agent.pad_id, device)
+    index = torch.tensor([place[tuple(s.prompt_ids)] for s in samples], device=device)
     return MicroBatch(samples, prompt_ids, prompt_mask, completion_ids, completion_mask, index)
 
 
@@ -115,8 +116,9 @@ def frozen_logprobs(
 ) -> dict[int, Tensor]:
     """Log-probs of every sample under `model`, by id(sample): [len(token_ids)] each, fp32, on the CPU."""
     result = {}
-    for batch in micro_batches(samples, agent, budget):
-        logprobs, _ = batch.logprobs(agent, model, temperature, entropy=False)
+    device = next(model.parameters()).device  # a reference may live elsewhere than its agent
+    for batch in micro_batches(samples, agent, budget, device):
+        logprobs, _ = batch.logprobs(agent, model, temperature, entropy="none")
         for sample, row in zip(batch.samples, logprobs.cpu()):
             result[id(sample)] = row[: len(sample.token_ids)].clone()
     return result

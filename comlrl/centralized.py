@@ -24,8 +24,8 @@ class CentralizedComparatorAdapter(Protocol):
 class TaggedCentralizedComparatorAdapter:
     """Asks for `<agent_0>...</agent_0>` sections, one a role.
 
-    Case does not matter; of several sections of one role the first counts; a missing one is an empty answer; none at all
-    is a CentralizedComparatorParseError. A last section that was cut off before its closing tag still counts.
+    Case does not matter; of several sections of one role the first counts; a missing one is an empty answer; none at
+    all is a CentralizedComparatorParseError. A last section that was cut off before its closing tag still counts.
     """
 
     def build_prompt(self, batch_item: dict[str, Any], agent_prompts: Sequence[Prompt]) -> Prompt:

@@ -3,6 +3,7 @@
     checkpoint-<sequence>/
         agent_0/weights.safetensors      fp32, by parameter name (tied weights once)
         agent_0/optimizer.safetensors    exp_avg.<name>, exp_avg_sq.<name>
+        agent_0/config.json, ...         model and generation config, tokenizer: what `comlrl.export` needs
         state.json                       counters, data position, RNG, buffers, settings, fingerprints
         manifest.json                    the marker, written last: SHA-256 of every file
 
@@ -19,20 +20,24 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 VERSION = 2
 MANIFEST = "manifest.json"
+STATE = "state.json"
 NAME = re.compile(r"^checkpoint-(\d+)$")
-STAGED = re.compile(r"^\.staged-checkpoint-(\d+)$")
+STAGED = ".staged-"
+OLD = ".old-"
 
 
 class CheckpointError(ValueError):
@@ -45,37 +50,40 @@ class DiskFullError(OSError):
 
 @dataclass
 class Contents:
-    """What a checkpoint holds: JSON state, and tensors by relative file name."""
+    """What a checkpoint holds: JSON state, and tensors and other files by relative name."""
 
     state: dict[str, Any]
     tensors: dict[str, dict[str, Tensor]]
+    files: dict[str, bytes] = field(default_factory=dict)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(root: Path, sequence: int, contents: Contents, limit: int | None, name: str | None = None) -> Path:
-    """Write `root/checkpoint-<sequence>` (or `root/<name>`), then keep the newest `limit` of the numbered ones.
+def write(target: Path, contents: Contents, limit: int | None = None) -> Path:
+    """Write the folder `target`; with a limit, keep only the newest `limit` numbered checkpoints beside it.
 
-    The new one is complete and synced before an old one goes, and an old one goes before the new one gets its name: there
-    are never more than `limit` plus the one in progress, and never none.
+    The new one is complete and synced before an old one goes, and an old one goes before the new one gets its name:
+    there are never more than `limit` plus the one in progress, and never none.
     """
+    root = target.parent
     root.mkdir(parents=True, exist_ok=True)
-    target = root / (name or f"checkpoint-{sequence}")
-    staged = root / f".staged-{target.name}"
+    staged = root / f"{STAGED}{target.name}"
     shutil.rmtree(staged, ignore_errors=True)
     try:
         _write_files(staged, contents)
-    except OSError as error:
+    except Exception as error:
         shutil.rmtree(staged, ignore_errors=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if _disk_is_full(error):
             raise DiskFullError(
-                error.errno,
-                f"no space for {target} ({gigabytes(estimate_bytes(contents))} needed); earlier checkpoints are untouched",
+                errno.ENOSPC,
+                f"no space for checkpoint {target} ({gigabytes(estimate_bytes(contents))} needed); older ones are "
+                "untouched. Free some, lower checkpoint_total_limit, or set checkpoint_full_disk: continue",
             ) from error
         raise
-    if limit is not None and name is None:
-        for old in complete(root)[: max(len(complete(root)) - (limit - 1), 0)]:
+    if limit is not None:
+        older = complete(root)
+        for old in older[: max(len(older) - (limit - 1), 0)]:
             _remove(old)
     if target.exists():
         _remove(target)
@@ -84,15 +92,26 @@ def write(root: Path, sequence: int, contents: Contents, limit: int | None, name
     return target
 
 
+def _disk_is_full(error: Exception) -> bool:
+    """safetensors writes in Rust, whose error is only a text."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, SafetensorError):
+        return any(f"{word} {number}" in str(error) for word in ("code:", "os error") for number in full)
+    return isinstance(error, OSError) and error.errno in full
+
+
 def _write_files(folder: Path, contents: Contents) -> None:
     folder.mkdir()
     for name, tensors in contents.tensors.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, folder / name)
-    (folder / "state.json").write_text(json.dumps(contents.state, allow_nan=True), encoding="utf-8")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    hashes = {str(path.relative_to(folder)): file_hash(path) for path in files}
-    for path in files:
+    for name, data in contents.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    (folder / STATE).write_text(json.dumps(contents.state), encoding="utf-8")
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    hashes = dict(zip([str(path.relative_to(folder)) for path in paths], file_hashes(paths)))
+    for path in paths:
         _sync_file(path)
     marker = folder / MANIFEST
     marker.write_text(json.dumps({"version": VERSION, "files": hashes}, indent=1), encoding="utf-8")
@@ -101,9 +120,23 @@ def _write_files(folder: Path, contents: Contents) -> None:
         _sync_folder(place)
 
 
+def settle(root: Path) -> None:
+    """After a kill: a whole checkpoint that has no name yet gets it, half ones go. For the owner of `root` only."""
+    for staged in sorted(root.glob(f"{STAGED}*")):
+        if (staged / MANIFEST).exists():
+            target = root / staged.name.removeprefix(STAGED)
+            if target.exists():
+                _remove(target)
+            staged.rename(target)
+        else:
+            shutil.rmtree(staged)
+    for old in root.glob(f"{OLD}*"):
+        shutil.rmtree(old)
+
+
 def _remove(folder: Path) -> None:
-    """Takes the marker's name away first, so that a kill in between leaves no half checkpoint that looks whole."""
-    grave = folder.with_name(f".old-{folder.name}")
+    """Takes the name away first, so that a kill in between leaves no half checkpoint that looks whole."""
+    grave = folder.with_name(f"{OLD}{folder.name}")
     shutil.rmtree(grave, ignore_errors=True)
     folder.rename(grave)
     shutil.rmtree(grave)
@@ -139,87 +172,146 @@ def verify(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {folder} is corrupted: {MANIFEST} cannot be read ({error})") from error
     if version != VERSION:
         raise CheckpointError(f"checkpoint {folder} has version {version}; this program reads version {VERSION}")
-    for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
+    for name in files:
+        if not (folder / name).is_file():
             raise CheckpointError(f"checkpoint {folder} is torn: {name} is missing")
-        if file_hash(path) != expected:
+    for name, found in zip(files, file_hashes([folder / name for name in files])):
+        if found != files[name]:
             raise CheckpointError(f"checkpoint {folder} is corrupted: {name} is not what was written")
     return manifest
 
 
 def read(folder: Path) -> Contents:
-    """Everything in a verified checkpoint; tensors on the CPU, memory-mapped by safetensors."""
-    manifest = verify(folder)
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    names = [name for name in manifest["files"] if name.endswith(".safetensors")]
-    return Contents(state, {name: load_file(folder / name) for name in names})
+    """All of a checkpoint, verified; tensors are on the CPU, memory-mapped by safetensors."""
+    names = verify(folder)["files"]
+    tensors = {name: load_file(folder / name) for name in names if name.endswith(".safetensors")}
+    files = {name: (folder / name).read_bytes() for name in names if name not in tensors and name != STATE}
+    return Contents(read_state(folder), tensors, files)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def read_checkpoint_metadata(path: str | os.PathLike) -> dict[str, Any]:
     """version, trainer_class, sequence, run_id, wandb (id, project, entity; or None) and step of a checkpoint.
 
-    Raises ValueError for a folder that is not a whole checkpoint. Reads no tensors.
+    Raises ValueError for a folder that is not a whole checkpoint. Reads no tensors, so it takes no time.
     """
     folder = Path(path)
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8")) if (folder / MANIFEST).exists() else None
-    if state is None:
-        raise CheckpointError(f"{folder} is not a complete checkpoint (no {MANIFEST})")
-    return {key: state[key] for key in ("version", "trainer_class", "sequence", "run_id", "wandb", "step")}
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"{folder} is not a complete checkpoint (it has no {MANIFEST})")
+    try:
+        state = read_state(folder)
+        return {key: state[key] for key in ("version", "trainer_class", "sequence", "run_id", "wandb", "step")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {folder} is corrupted: {STATE} cannot be read ({error})") from error
+
+
+def run_of(folder: Path) -> str | None:
+    """The id of the run that a checkpoint is of; None if it cannot be read."""
+    try:
+        return read_checkpoint_metadata(folder)["run_id"]
+    except CheckpointError:
+        return None
 
 
 def complete(root: Path) -> list[Path]:
     """Numbered checkpoints that carry their marker, oldest first."""
+    return [path for path in numbered(root) if (path / MANIFEST).exists()]
+
+
+def numbered(root: Path) -> list[Path]:
+    """Folders named `checkpoint-<number>`, oldest first, whole or not."""
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := NAME.match(path.name))]
-    return [path for _, path in sorted(found) if (path / MANIFEST).exists()]
+    return sorted((path for path in root.iterdir() if NAME.match(path.name)), key=sequence_of)
 
 
-def newest_good(root: Path) -> Path | None:
+def sequence_of(path: Path) -> int:
+    match = NAME.match(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def newest_good(root: Path, up_to: int | None = None) -> Path | None:
     """The newest checkpoint that verifies; torn and corrupted ones are named in a warning and passed over.
 
-    A staged one counts if it is whole: a kill may have come between making room for it and giving it its name.
+    One without its name counts if it is whole: a kill may have come between making room for it and naming it. Nothing
+    is changed, as another process may be writing here. `up_to`: the highest number that is wanted.
     """
-    if not root.is_dir():
-        return None
-    found = []
-    for path in root.iterdir():
-        match = NAME.match(path.name) or STAGED.match(path.name)
-        if match and path.is_dir():
-            found.append((int(match[1]), path))
-    for _, path in sorted(found, key=lambda item: (item[0], NAME.match(item[1].name) is not None), reverse=True):
+    found = [(sequence_of(path), 1, path) for path in numbered(root)]
+    for staged in root.glob(f"{STAGED}checkpoint-*"):
+        if (match := NAME.match(staged.name.removeprefix(STAGED))) and (staged / MANIFEST).exists():
+            found.append((int(match[1]), 0, staged))
+    for number, _, path in sorted(found, reverse=True):
+        if up_to is not None and number > up_to:
+            continue
         try:
             verify(path)
         except CheckpointError as error:
-            if NAME.match(path.name):
-                warnings.warn(f"{error}; taking an older one", stacklevel=2)
+            warnings.warn(f"{error}; looking for an older one", stacklevel=2)
             continue
-        if STAGED.match(path.name):
-            path = path.rename(root / path.name.removeprefix(".staged-"))
         return path
     return None
 
 
+def find(path: str | os.PathLike) -> Path:
+    """The checkpoint that `path` means: itself, or the newest good one of a folder of checkpoints or of a run.
+
+    One that is named but torn or corrupted is replaced by the newest good one before it, with a warning.
+    Raises CheckpointError if there is none.
+    """
+    folder = Path(path)
+    if folder.is_file():  # a file of the checkpoint
+        folder = folder.parent
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint {folder} does not exist")
+    if (match := NAME.match(folder.name)) or (folder / STATE).exists():
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            older = newest_good(folder.parent, int(match[1]) - 1) if match else None
+            if older is None:
+                raise
+            warnings.warn(f"{error}; taking {older} in its place", stacklevel=2)
+            return older
+        return folder
+    for root in (folder, folder / "checkpoints"):
+        if (good := newest_good(root)) is not None:
+            return good
+    raise CheckpointError(f"{folder} holds no good checkpoint")
+
+
 def newest_run(output_dir: str | os.PathLike, run_name: str) -> Path | None:
-    """The newest folder `run_name` or `run_name-<k>` that has a good checkpoint in `checkpoints/`."""
+    """The newest run folder of a name: `run_name`, or `run_name-<k>` with the highest k."""
     root = Path(output_dir)
-    if not root.is_dir():
-        return None
     pattern = re.compile(rf"^{re.escape(run_name)}(?:-(\d+))?$")
-    runs = [(int(match[1] or 1), path) for path in root.iterdir() if (match := pattern.match(path.name))]
-    for _, path in sorted(runs, reverse=True):
-        if (path / "checkpoints").is_dir() and newest_good(path / "checkpoints") is not None:
-            return path
-    return None
+    found = [(int(match[1] or 1), path) for path in root.glob("*") if (match := pattern.match(path.name))]
+    runs = [(number, path) for number, path in found if (path / "run.json").is_file()]
+    return max(runs)[1] if runs else None
+
+
+def find_resume(wanted: str | None, output_dir: str | os.PathLike, run_name: str) -> tuple[Path | None, str]:
+    """The checkpoint that `--resume` means (auto: of the newest run of that name); None, and why, to start anew."""
+    if wanted is None:
+        return None, ""
+    if wanted != "auto":
+        return find(wanted), ""
+    run = newest_run(output_dir, run_name)
+    if run is None:
+        return None, f"--resume auto: {output_dir} has no run {run_name}, so this one starts anew"
+    good = newest_good(run / "checkpoints")
+    return good, "" if good is not None else f"--resume auto: {run} has no good checkpoint, so this run starts anew"
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
 
 
 def rng_state() -> dict[str, Any]:
-    """Of python, numpy, torch and every GPU, as JSON."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    """Of python, numpy, torch and every device, as JSON."""
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, gauss = numpy_state
     version, internal, gauss_next = random.getstate()
     return {
         "python": [version, list(internal), gauss_next],
@@ -228,6 +320,7 @@ def rng_state() -> dict[str, Any]:
         "cuda": [_encode(state.numpy().tobytes()) for state in torch.cuda.get_rng_state_all()]
         if torch.cuda.is_available()
         else [],
+        "mps": _encode(torch.mps.get_rng_state().numpy().tobytes()) if torch.backends.mps.is_available() else None,
     }
 
 
@@ -240,6 +333,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     if torch.cuda.is_available():
         for device, encoded in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(_bytes_tensor(encoded), device)
+    if torch.backends.mps.is_available() and state["mps"] is not None:
+        torch.mps.set_rng_state(_bytes_tensor(state["mps"]))
 
 
 def _encode(data: bytes) -> str:
@@ -276,7 +371,8 @@ def check_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: 
     for name, tensor in own.items():
         if tensor.shape != tensors[name].shape:
             raise CheckpointError(
-                f"{where}: {name} has shape {list(tensors[name].shape)} in the checkpoint and {list(tensor.shape)} in the model"
+                f"{where}: {name} has shape {list(tensors[name].shape)} in the checkpoint, "
+                f"{list(tensor.shape)} in the model"
             )
 
 
@@ -284,24 +380,27 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensors[name].detach().cpu().flatten().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
+def file_hashes(paths: Sequence[Path]) -> list[str]:
+    """SHA-256 of files, several at a time."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(file_hash, paths))
+
+
 def file_hash(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash(stream)
-
-
-def _hash(stream: Any) -> str:  # Python 3.10
     digest = hashlib.sha256()
-    while block := stream.read(1 << 20):
-        digest.update(block)
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 
 def estimate_bytes(contents: Contents) -> int:
-    return sum(t.numel() * t.element_size() for tensors in contents.tensors.values() for t in tensors.values())
+    tensors = [tensor for group in contents.tensors.values() for tensor in group.values()]
+    return sum(t.numel() * t.element_size() for t in tensors) + sum(len(data) for data in contents.files.values())
 
 
 def gigabytes(count: float) -> str:

@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ Row = dict[str, Any]
 class RowSource:
     """A dataset as numbered rows.
 
-    `data`: a sequence (a list, a `datasets.Dataset`), any other iterable (an `IterableDataset`: read anew in each epoch,
-    in its own order), or None. len() is 0 for an iterable: its length is unknown.
+    `data`: a sequence (a list, a `datasets.Dataset`), any other iterable (an `IterableDataset`: read anew in each
+    epoch, in its own order), or None. len() is 0 for an iterable: its length is unknown.
     """
 
     def __init__(self, data: Any, name: str, seed: int, shuffle: bool):
@@ -25,12 +25,12 @@ class RowSource:
         self._stream: Iterator[Any] = iter(())
         if isinstance(data, Mapping):
             raise ValueError(
-                f"{name} must be a sequence or an iterable of rows, not a mapping with the keys {', '.join(map(str, data))}; "
+                f"{name} must be a sequence or an iterable of rows, not a mapping of {', '.join(map(str, data))}; "
                 "choose a split, or give a list of rows"
             )
         if isinstance(data, Iterator):
             raise ValueError(
-                f"{name} is a {type(data).__name__}, which can be read only once; give list({name}), or an object whose "
+                f"{name} is a {type(data).__name__}, which can be read once; give list({name}), or an object whose "
                 "__iter__ starts anew (datasets.IterableDataset.from_generator)"
             )
         self.sized = isinstance(self.data, Sequence) or (
@@ -69,6 +69,13 @@ class RowSource:
         rows = [(start + i, dict(row)) for i, row in enumerate(itertools.islice(self._stream, size))]
         self._position += len(rows)
         return rows
+
+    def fetch(self, epoch: int, row_ids: Collection[int]) -> dict[int, Row]:
+        """Rows of the epoch by id; an iterable is read up to them, and one that has ended has fewer."""
+        if self.sized or not row_ids:
+            return {i: dict(self.data[i]) for i in row_ids}
+        first = min(row_ids)
+        return dict(self.take(epoch, first, max(row_ids) - first + 1))
 
     def exhausted(self, position: int, taken: int, asked: int) -> bool:
         """Whether the epoch has no rows left, after `taken` of `asked` rows came and the position is `position`."""

@@ -91,7 +91,7 @@ class Engine:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """AdamW's moments: `exp_avg.<name>` and `exp_avg_sq.<name>`; none before the first step."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters().items():
             moments = self.optimizer.state.get(parameter, {})
             tensors |= {f"{key}.{name}": moments[key] for key in MOMENTS if key in moments}

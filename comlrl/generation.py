@@ -126,6 +126,9 @@ def _decode_batch(
     tokens: list[list[int]] = [[] for _ in seeds]
     logprobs: list[list[float]] = [[] for _ in seeds]
     kept: list[list[float]] = [[] for _ in seeds]
+    # A stop string that is complete now lies in the last tokens, of which a character takes four at most (its bytes).
+    stops = sampling.stop_strings
+    tail = 4 * max(map(len, stops), default=0) + 4
     reasons = ["length"] * len(seeds)
     alive = list(range(len(seeds)))  # sample numbers of the rows in the batch
     for step in range(sampling.max_new_tokens):
@@ -140,7 +143,7 @@ def _decode_batch(
             kept[sample].append(m)
             if ended[row]:
                 reasons[sample] = "eos"
-            elif sampling.stop_strings and _find_stop(agent.decode(tokens[sample]), sampling.stop_strings) is not None:
+            elif stops and _find_stop(agent.decode(tokens[sample][-tail:]), stops) is not None:
                 reasons[sample] = "stop"
                 ended[row] = True
         keep = [row for row, end in enumerate(ended) if not end]
@@ -165,7 +168,7 @@ def _decode_batch(
     for sample in range(len(seeds)):
         text = agent.decode(tokens[sample][:-1] if reasons[sample] == "eos" else tokens[sample])
         if reasons[sample] == "stop":
-            text = text[: _find_stop(text, sampling.stop_strings)]
+            text = text[: _find_stop(text, stops)]
         mean_mass = sum(kept[sample]) / len(kept[sample])
         completions.append(Completion(tokens[sample], text, logprobs[sample], reasons[sample], mean_mass))
     return completions

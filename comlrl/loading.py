@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from comlrl.agents import (
@@ -91,7 +92,7 @@ def _sources(agent_model: str | None, agents: Sequence[Any] | None, count: int) 
             raise ValueError("give agent_model (one name for all agents) or agents (a list of names or models)")
         if not isinstance(agent_model, str):
             raise ValueError(
-                f"agent_model must be a name or a path, not {type(agent_model).__name__}; give loaded models as a list: "
+                f"agent_model must be a name or a path, not {type(agent_model).__name__}; give models as a list: "
                 "agents=[model_1, model_2]"
             )
         return [agent_model] * count
@@ -132,27 +133,32 @@ def _tokenizers(tokenizer: Any, sources: list[Any], count: int) -> list[str | Pr
     return [source if item is None else item for item, source in zip(given, sources)]
 
 
-def load_references(agents: Sequence[Agent]) -> list[PreTrainedModel]:
-    """A frozen copy of each agent's weights as they are now, in its compute dtype."""
-    return [frozen_copy(agent.model, agent.compute_dtype) for agent in agents]
+def load_references(agents: Sequence[Agent], devices: str | Sequence[str] | None) -> list[nn.Module]:
+    """A frozen copy of each agent's weights as they are now, in its compute dtype; by default on its device."""
+    places = [agent.device for agent in agents]
+    if devices is not None:
+        places = [torch.device(name) for name in resolve_devices(devices, len(agents), "reference_devices")]
+    return [frozen_copy(agent.model, agent.compute_dtype).to(place) for agent, place in zip(agents, places)]
 
 
-def resolve_devices(spec: str | Sequence[str] | None, count: int) -> list[str]:
-    """One device a model: the one named, else cuda:0, else cpu."""
-    default = "cuda:0" if torch.cuda.is_available() else "cpu"
-    if spec is None or spec == "auto":
-        return [default] * count
+def resolve_devices(spec: str | Sequence[str] | None, count: int, key: str = "agent_devices") -> list[str]:
+    """One device a model: as named; none: cuda:0, else cpu; auto: the GPUs in turn, else cpu."""
+    gpus = torch.cuda.device_count()
+    if spec is None:
+        return ["cuda:0" if gpus else "cpu"] * count
+    if spec == "auto":
+        return [f"cuda:{index % gpus}" if gpus else "cpu" for index in range(count)]
     names = [spec] if isinstance(spec, str) else list(spec)
     if len(names) not in (1, count):
-        raise ValueError(f"agent_devices={spec!r}: give one device, or {count} (one an agent)")
+        raise ValueError(f"{key}={spec!r}: give one device, or {count} (one an agent)")
     for name in names:
         try:
             device = torch.device(name)
         except RuntimeError as error:
-            raise ValueError(f"agent_devices={spec!r}: {name!r} is no device; use for example cpu or cuda:0") from error
+            raise ValueError(f"{key}={spec!r}: {name!r} is no device; use for example cpu or cuda:0") from error
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(
-                f"agent_devices={spec!r}: {name} does not exist; this process sees {torch.cuda.device_count()} GPUs"
+                f"{key}={spec!r}: {name} does not exist; this process sees {torch.cuda.device_count()} GPUs"
             )
     return names * count if len(names) == 1 else names
 

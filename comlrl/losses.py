@@ -24,7 +24,7 @@ def policy_loss(
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Schulman's estimator of KL(pi || reference) a token: exp(d) - d - 1, d = log reference - log pi; never negative."""
+    """Schulman's estimator of KL(pi || reference) a token: exp(d) - d - 1 >= 0 with d = log reference - log pi."""
     delta = reference_logprobs - logprobs
     return torch.exp(delta) - delta - 1
 
@@ -50,8 +50,8 @@ def aggregation_weights(
     """What each token's loss is multiplied by, [N, C]; the loss of a minibatch is the sum of the products.
 
     `sample_weights` [N]: node weight / number of the node's credits / number of nodes, so they sum to 1 in a minibatch
-    of root nodes. sequence_sum: the token sum of each sample. token_mean: every token of the minibatch counts the same
-    (`samples`, `tokens`: trained ones in the whole minibatch, on all ranks). constant: the sum / max_new_tokens.
+    of root nodes. sequence_sum: the token sum of each sample. token_mean: every trained token of the minibatch counts
+    the same (`samples`: all, `tokens`: trained; of the whole minibatch, on all ranks). constant: sum / max_new_tokens.
     """
     weights = sample_weights[:, None] * mask
     if aggregation == "sequence_sum":

@@ -63,7 +63,8 @@ def plan_text(
             f"  {member.name}: {name}, {parameters / 1e6:.1f} M parameters, {member.device}, computes in "
             f"{str(member.compute_dtype).removeprefix('torch.')}; weights {gigabytes(parameters * WEIGHT)}, gradients "
             f"{gigabytes(parameters * GRADIENT)}, AdamW {gigabytes(parameters * MOMENTS)}, sampling copy "
-            f"{gigabytes(parameters * copy)}, reference {gigabytes(parameters * reference)}, KV cache about {gigabytes(cache)}"
+            f"{gigabytes(parameters * copy)}, reference {gigabytes(parameters * reference)}, "
+            f"KV cache about {gigabytes(cache)}"
         )
     lines.append("devices")
     lines += [f"  {device}: {gigabytes(total)} and activations" for device, total in on_device.items()]
@@ -73,7 +74,7 @@ def plan_text(
         f"{branches} joint answers a node, {tree_nodes} nodes a tree",
         f"  {at_once} rows at once: up to {samples} answers an agent, of up to {args.max_new_tokens} tokens",
         "learning",
-        f"  {args.train_batch_size or args.rollout_buffer_size} nodes an optimizer step, {train_rows or 'unknown'} rows, "
+        f"  {args.train_batch_size or args.rollout_buffer_size} nodes a step, {train_rows or 'unknown'} rows, "
         f"{total_steps if total_steps is not None else 'unknown'} optimizer steps",
     ]
     return "\n".join(lines)

@@ -112,17 +112,25 @@ def write_keeping_old(path: Path, text: str) -> None:
     write_text(path, text)
 
 
-def truncate_lines(path: Path, last_step: int | None) -> int:
-    """Drop the lines of steps after `last_step` (None: of no step), and unreadable ones, such as the torn
-    last line of a killed process. Returns how many were dropped."""
+def run_id(folder: Path) -> str | None:
+    """The id of the run whose folder it is; None if it is none."""
+    path = folder / "run.json"
+    return json.loads(path.read_text(encoding="utf-8"))["id"] if path.is_file() else None
+
+
+def truncate_lines(path: Path, last_step: int | None, size: int | None = None) -> int:
+    """Drop the lines after the first `size` bytes, or (None) those of steps after `last_step` (None: of no step), and
+    unreadable ones, such as the torn last line of a killed process. Returns how many were dropped."""
     if not path.exists():
         return 0
     temporary = path.with_name(path.name + ".tmp")
-    dropped = 0
+    dropped = position = 0
     with path.open("rb") as source, temporary.open("wb") as kept:
         for line in source:
             record = parse_line(line)
-            if record is None or (last_step is not None and (record.get("step") or 0) > last_step):
+            position += len(line)
+            late = last_step is not None and record is not None and (record.get("step") or 0) > last_step
+            if record is None or (position > size if size is not None else late):
                 dropped += 1
             else:
                 kept.write(line.rstrip(b"\n") + b"\n")

@@ -13,6 +13,8 @@ from typing import Any
 from comlrl import credit
 from comlrl.agents import Agent, Prompt
 from comlrl.generation import Completion, Request, Sampling, generate, sample_seed
+from comlrl.memory import Limit
+from comlrl.placement import AgentPool
 from comlrl.rewards import JointReward, RewardCall, Rewards
 
 Row = dict[str, Any]
@@ -120,6 +122,7 @@ class Rollouts:
         prompt_limits: Sequence[int],
         passthrough: bool = False,
         max_rows: int = 256,
+        pool: AgentPool | None = None,
     ):
         self.agents = list(agents)
         self.rewards = rewards
@@ -130,7 +133,8 @@ class Rollouts:
         self.chat_template = chat_template
         self.prompt_limits = list(prompt_limits)  # tokens, one an agent
         self.passthrough = passthrough
-        self.max_rows = max_rows
+        self.limit = Limit("generation_batch_rows", max_rows)
+        self.pool = pool or AgentPool("none", [agent.device for agent in self.agents])
 
     def expand(
         self,
@@ -240,7 +244,8 @@ class Rollouts:
 
     def _generate(self, level: list[Node], shape: TreeShape, sampling: Sampling, seed_key: tuple) -> None:
         """One call an agent: the K samples of every node, and the greedy answers beside them."""
-        for index, agent in enumerate(self.agents):
+
+        def answers(index: int, max_rows: int) -> list[list[Completion]]:
             requests = []
             for node in level:
                 seeds: list[int | None] = [None]
@@ -250,7 +255,13 @@ class Rollouts:
                     if node.baseline is not None:
                         seeds.append(None)
                 requests.append(Request(node.prompt_ids[index], seeds))
-            results = generate(agent, requests, sampling, self.max_rows) if requests else []
+            return generate(self.agents[index], requests, sampling, max_rows) if requests else []
+
+        def all_answers(max_rows: int) -> list[list[list[Completion]]]:
+            return self.pool.map(lambda index: answers(index, max_rows), len(self.agents))
+
+        most = sum(shape.generations(node.turn) + (node.baseline is not None) for node in level)
+        for results in self.limit.run(all_answers, most):
             for node, completions in zip(level, results, strict=True):
                 if node.baseline is not None:
                     node.baseline.completions.append([completions[-1]])

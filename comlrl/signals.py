@@ -1,6 +1,6 @@
-"""SIGTERM and SIGINT: finish or abandon the running step, save, exit.
+"""SIGTERM and SIGINT: finish or abandon the running piece of work, save, exit.
 
-The worker exits with 128 + the signal's number: 143 after SIGTERM, 130 after SIGINT. A second SIGINT exits at once.
+The worker exits with 128 + the signal's number: 143 after SIGTERM, 130 after SIGINT. A second SIGINT ends it at once.
 `accelerate launch` ends at a SIGTERM without telling its worker, so the worker asks the kernel to be told
 (`end_with_parent`).
 """
@@ -13,24 +13,29 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
 
 
-class Abandoned(Exception):
-    """The running step was given up because of a signal; no weight has moved."""
+class Abandoned(KeyboardInterrupt):
+    """The running piece of work was given up because of a signal; no weight has moved.
+
+    Not an Exception: a reward's `except Exception` must not swallow it.
+    """
 
 
 class StopSignal:
     """Within `with StopSignal() as stop`, signals set `stop.requested` instead of ending the process.
 
-    Inside `with stop.abandonable()` a signal raises `Abandoned` there and then: a rollout of an hour need not be waited for.
+    Inside `with stop.abandonable()` a signal raises `Abandoned` there and then: nobody waits for a rollout of an hour.
+    Python runs no handler while one call of torch is running, but there are many of them a second.
     """
 
     def __init__(self) -> None:
         self.requested: int | None = None
         self._abandon = False
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
@@ -40,28 +45,34 @@ class StopSignal:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None and number == signal.SIGINT:
-            os._exit(128 + number)
-        self.requested = number
-        print(f"signal {number}: saving, then exit; Ctrl-C again exits at once", file=sys.stderr, flush=True)
+        # The next Ctrl-C is the kernel's: it ends us even inside a long call.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self.requested is None:
+            self.requested = number
+            # Not print, which may be what was interrupted.
+            os.write(2, f"signal {number}: saving, then exit; Ctrl-C again exits at once\n".encode())
         if self._abandon:
             self._abandon = False
             raise Abandoned
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
-        if self.requested is not None:
-            raise Abandoned
         self._abandon = True
         try:
+            self._give_up_if_requested()
             yield
+            self._give_up_if_requested()  # somebody's bare `except:` may have swallowed it
         finally:
             self._abandon = False
 
-    def exit(self) -> None:
+    def _give_up_if_requested(self) -> None:
+        if self.requested is not None:
+            raise Abandoned
+
+    def exit(self) -> NoReturn:
         assert self.requested is not None
         sys.exit(128 + self.requested)
 
@@ -69,7 +80,8 @@ class StopSignal:
 def end_with_parent() -> None:
     """Get a SIGTERM when `accelerate launch` dies. Linux only; elsewhere its workers outlive it until they end.
 
-    Not for a script started by hand: `nohup python train.py &` shall outlive its shell.
+    To be called early: before, the launcher's death goes unnoticed. Not for a script started by hand:
+    `nohup python train.py &` shall outlive its shell.
     """
     if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

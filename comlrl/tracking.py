@@ -118,7 +118,9 @@ class Run:
         logging_steps: smallest distance, in environment steps, between two train logs of a tracker.
         verbose: console output; None takes `wandb["config_sections"]["output"]["verbose"]`, or True.
         total_steps: optimizer steps of the whole run, for the time left; None if unknown.
-        resume_folder: an existing run's folder to go on in; lines of steps after `resume_step` are dropped.
+        resume_folder: an existing run's folder to go on in; lines of steps after `resume_step` are dropped, or what
+            is beyond `resume_sizes` (see `sizes`).
+        previous: `id` and `wandb` of the run to go on with where its folder is gone.
         is_main: whether this process writes: rank 0. With trackers and several processes, make the
             `Accelerator` or `PartialState` first.
 
@@ -141,6 +143,8 @@ class Run:
         total_steps: int | None = None,
         resume_folder: str | os.PathLike | None = None,
         resume_step: int | None = None,
+        resume_sizes: Mapping[str, int] | None = None,
+        previous: Mapping[str, Any] | None = None,
         is_main: bool = True,
     ):
         tracker_names = check_trackers(trackers, wandb)
@@ -178,10 +182,11 @@ class Run:
                 "name": self._folder.name,
                 "created": timestamp(),
                 "wandb": None,
+                **(previous or {}),
             }
         else:
             self._folder = Path(resume_folder)
-            self._reopen(resume_step)
+            self._reopen(resume_step, resume_sizes or {})
         settings = plain(config)
         write_keeping_old(self._folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         versions = {**environment_versions(), "seed": seed}
@@ -281,6 +286,16 @@ class Run:
         if self.is_main:
             self.note("\n" + table_text(rows, title))
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the record files so far, all on the disk: where a resume from this moment goes on."""
+        self._require_open()
+        sizes = {}
+        for name, stream in (("metrics", self._metrics), ("completions", self._completions)):
+            stream.flush()
+            os.fsync(stream.fileno())
+            sizes[name] = os.fstat(stream.fileno()).st_size
+        return sizes
+
     def wandb_state(self) -> dict[str, Any] | None:
         """`id`, `project` and `entity` of the W&B run, for a checkpoint; None if the run has none."""
         return self._state["wandb"] if self.is_main else None
@@ -313,13 +328,14 @@ class Run:
         if self._closed:
             raise RuntimeError(f"the run in {str(self._folder)!r} is closed; log before close()")
 
-    def _reopen(self, resume_step: int | None) -> None:
-        """Take over an existing folder: its id, and its lines up to `resume_step`."""
+    def _reopen(self, resume_step: int | None, sizes: Mapping[str, int]) -> None:
+        """Take over an existing folder: its id, and its lines up to `sizes`, or `resume_step`."""
         path = self._folder / "run.json"
         if not path.is_file():
             raise ValueError(f"resume_folder={str(self._folder)!r} is not a run's folder: it has no run.json")
         self._state = json.loads(path.read_text(encoding="utf-8"))
-        dropped = [truncate_lines(self._folder / f"{name}.jsonl", resume_step) for name in ("metrics", "completions")]
+        names = ("metrics", "completions")
+        dropped = [truncate_lines(self._folder / f"{name}.jsonl", resume_step, sizes.get(name)) for name in names]
         if (self._folder / "metrics.jsonl").exists():
             self._tracker_step = max((line["env_step"] for line in read_metrics(self._folder)), default=0)
         where = "" if resume_step is None else f" from step {resume_step}"

@@ -39,7 +39,7 @@ def test_folder_is_an_ordinary_hugging_face_folder_with_tied_weights(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     with safe_open(f"{tiny}/model.safetensors", "pt") as file:
-        assert "lm_head.weight" not in file.keys()
+        assert "lm_head.weight" not in set(file.keys())
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (258, EOS, PAD)
     assert model.config.vocab_size == 258  # no text can hold a token that the model does not embed
     assert tokenizer.chat_template
@@ -93,6 +93,23 @@ def test_two_processes_may_make_the_cache_at_once(tmp_path, monkeypatch):
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["tiny-v1"]
+
+
+def test_a_process_that_comes_second_takes_the_folder_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMLRL_CACHE", str(tmp_path / "cache"))
+    rename = Path.rename
+
+    def late(scratch, target):
+        embedded.build_tiny(target, seed=5)  # another process was faster, at the last moment
+        return rename(scratch, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    embedded.folder("tiny")
+    embedded.build_tiny(tmp_path / "first", seed=5)
+    names = [path.name for path in (tmp_path / "cache").iterdir()]
+    assert names == ["tiny-v1"]
+    weights = [folder / "model.safetensors" for folder in (tmp_path / "cache" / "tiny-v1", tmp_path / "first")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def test_a_build_that_fails_leaves_no_half_model(tmp_path, monkeypatch):
@@ -324,6 +341,24 @@ def test_pads_have_exactly_no_gradient_and_token_logprobs_equal_the_definition()
     assert not entropies.requires_grad
 
 
+def test_entropy_has_a_gradient_on_request_only():
+    logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    ids, mask = torch.zeros(2, 3, dtype=torch.long), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    logprobs, entropies = token_logprobs(logits, ids, mask, 0.7, entropy="gradient")
+    entropies.sum().backward()
+    found, logits.grad = logits.grad, None
+    expected = torch.distributions.Categorical(logits=logits / 0.7).entropy() * mask
+    expected.sum().backward()
+    torch.testing.assert_close(entropies, expected)
+    torch.testing.assert_close(found, logits.grad)
+    assert (found[mask == 0] == 0).all()
+    without, none = token_logprobs(logits, ids, mask, 0.7, entropy="none")
+    assert torch.equal(without, logprobs)
+    assert (none == 0).all()
+    with torch.no_grad():
+        assert not token_logprobs(logits, ids, mask, 0.7, entropy="gradient")[1].requires_grad
+
+
 def test_dropout_never_acts(load_agent, gpt2):
     """B13: a model that comes in train mode with dropout 0.5 gives one log-prob, also in bf16 and after a step."""
     model = AutoModelForCausalLM.from_pretrained(gpt2).train()
@@ -385,7 +420,7 @@ def test_with_pad_equal_eos_exactly_the_sampled_tokens_are_trained(load_agent, t
     batch = collate(samples, agent)
     assert batch.completion_ids[0].tolist() == [65, 66, EOS, EOS, EOS]
     assert batch.completion_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
-    logprobs, _ = batch.logprobs(agent, agent.model, 1.0, entropy=True)
+    logprobs, _ = batch.logprobs(agent, agent.model, 1.0, entropy="value")
     assert (logprobs[0, :3] < 0).all()
     assert (logprobs[0, 3:] == 0).all()
 
@@ -399,6 +434,9 @@ def test_every_eos_id_counts(tiny):
     assert eos_token_ids(model, tokenizer) == (EOS,)
     model.generation_config.eos_token_id = [0, 66]
     assert eos_token_ids(model, tokenizer) == (0, 66, EOS)
+    model.generation_config.eos_token_id = 0
+    assert eos_token_ids(model, tokenizer) == (0, EOS)
+    model.generation_config.eos_token_id = [0, 66]
     model.config.eos_token_id = 5
     tokenizer.eos_token = None
     assert eos_token_ids(model, tokenizer) == (0, 5, 66)
@@ -489,7 +527,7 @@ def test_the_three_ways_of_chat_template(load_agent, tiny):
     assert agent.decode(agent.encode("hi", "never")) == "hi"
     assert agent.encode("hi", "always") == chat
     assert agent.encode([{"role": "user", "content": "hi"}], "always") == chat
-    with pytest.raises(ValueError, match="chat_template is 'never'.*chat_template: messages"):
+    with pytest.raises(ValueError, match=r"chat_template is 'never'.*chat_template: messages"):
         agent.encode(MESSAGES, "never")
 
 
@@ -498,18 +536,18 @@ def test_a_tokenizer_without_chat_template_is_refused_for_messages(load_agent, t
     agent = load_agent(tiny)
     agent.tokenizer.chat_template = None
     assert agent.encode("text") == agent.encode("text", "never")
-    with pytest.raises(ValueError, match="agent_0.*has no chat template"):
+    with pytest.raises(ValueError, match=r"agent_0.*has no chat template"):
         agent.encode(MESSAGES if how == "messages" else "text", how)
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["text"], {"role": "user", "content": "x"}, [1, 2]])
 def test_what_is_no_prompt_is_refused(load_agent, tiny, prompt):
-    with pytest.raises(ValueError, match="agent_0: a prompt must be a string or a list of messages"):
+    with pytest.raises(ValueError, match=r"agent_0: a prompt must be a string or a list of messages"):
         load_agent(tiny).encode(prompt)
 
 
 def test_an_empty_prompt_is_refused(load_agent, tiny):
-    with pytest.raises(ValueError, match="prompt of zero tokens"):
+    with pytest.raises(ValueError, match=r"prompt of zero tokens"):
         load_agent(tiny).encode("")
 
 

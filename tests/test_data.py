@@ -171,6 +171,16 @@ def test_a_stream_is_read_once_an_epoch():
     assert stream.reads == 2
 
 
+@pytest.mark.parametrize("data", [ROWS, Stream()])
+def test_rows_can_be_fetched_by_id(data):
+    source = RowSource(data, "train_dataset", 0, shuffle=False)
+    read(source)
+    fetched = source.fetch(0, {7, 3})
+    assert {i: fetched[i] for i in (3, 7)} == {3: ROWS[3], 7: ROWS[7]}
+    assert source.fetch(0, set()) == {}
+    assert ids(source, start=5) == list(range(5, 23))
+
+
 def test_no_data():
     for nothing in (None, []):
         source = RowSource(nothing, "eval_dataset", 0, True)
@@ -185,13 +195,13 @@ def test_no_data():
         (7, "train_dataset must be a sequence or an iterable of rows, not int"),
         (["a", "b"], "train_dataset: rows must be mappings .* not str"),
         ("text", "train_dataset: rows must be mappings .* not str"),
-        ({"prompt": ["a", "b"]}, "train_dataset must be .* not a mapping with the keys prompt"),
-        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "keys train; choose a split"),
+        ({"prompt": ["a", "b"]}, "train_dataset must be .* not a mapping of prompt"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "a mapping of train; choose a split"),
         (
             (row for row in ROWS),
-            r"train_dataset is a generator, which can be read only once; give list\(train_dataset\)",
+            r"train_dataset is a generator, which can be read once; give list\(train_dataset\)",
         ),
-        (iter(ROWS), "train_dataset is a list_iterator, which can be read only once"),
+        (iter(ROWS), "train_dataset is a list_iterator, which can be read once"),
     ],
 )
 def test_what_is_no_dataset_is_refused(data, match):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_team import Game, GradientTrainer
 
-from comlrl.credit import ADVANTAGE_MODES
+from comlrl.credit import ADVANTAGE_MODES, tree_size
 from comlrl.generation import Completion
 from comlrl.rollouts import Rollouts, joint_actions, walk
 
@@ -142,9 +142,27 @@ class Enumeration:
         expected = self.expectation(self.game.rewards[None], None)
         for joint, reward in self.game.rewards[None].items():
             if not self.ended([reward]):
-                arrives = self.logprobs[0][None][joint[0]].exp() * self.logprobs[1][None][joint[1]].exp()
-                expected = expected + DISCOUNT * arrives * self.expectation(self.game.rewards[joint], joint)
+                later = self.expectation(self.game.rewards[joint], joint)
+                expected = expected + DISCOUNT * self.arrival(joint) * later
         return self.backward(-expected)
+
+    def gradient_with_siblings_fixed(self):
+        """Of minus the mean expected return of a node's samples, siblings held fixed where they end the node."""
+        total = 0.0
+        for _, _, joints in self.groups(None):
+            rewards = [self.game.rewards[None][joint] for joint in joints]
+            arrives = [self.arrival(joint) for joint in joints]
+            for k, joint in enumerate(joints):
+                value = rewards[k]
+                if not self.ended(rewards):
+                    value = value + DISCOUNT * self.expectation(self.game.rewards[joint], joint)
+                siblings = math.prod(p.detach() for other, p in enumerate(arrives) if other != k)
+                total = total + siblings * arrives[k] * value / len(joints)
+        return self.backward(-total)
+
+    def arrival(self, joint):
+        """Probability of a joint answer in the first turn, with gradient."""
+        return self.logprobs[0][None][joint[0]].exp() * self.logprobs[1][None][joint[1]].exp()
 
     def expectation(self, table, history):
         """Of one turn's reward, with gradient."""
@@ -218,6 +236,7 @@ class Case:
     joint_mode: str = "aligned"
     threshold: float | None = None
     turns: int = 2
+    settings: dict = dataclasses.field(default_factory=dict)
 
     def trainer(self):
         return self.game.trainer(
@@ -228,15 +247,12 @@ class Case:
             early_termination_threshold=self.threshold,
             discount=DISCOUNT,
             advantage_mode="greedy",  # for its chains; the trees serve every mode
+            **self.settings,
         )
 
 
-SAMPLED = {
-    "aligned": Case(WORDS, 2),
-    "cross": Case(LETTERS, 2, "cross"),
-    "three": Case(LETTERS, 3),
-    "ending early": Case(WORDS, 2, threshold=0.6),
-}
+SAMPLED = {"cross": Case(LETTERS, 2, "cross"), "ending early": Case(WORDS, 2, threshold=0.6)}
+SAMPLED_FULL = {**SAMPLED, "aligned": Case(WORDS, 2), "three": Case(LETTERS, 3)}
 
 
 def check_sampled(case, groups, trees, seed=0):
@@ -245,6 +261,10 @@ def check_sampled(case, groups, trees, seed=0):
     enumeration = Enumeration(case.game, trainer, case.threshold)
     rows = [(number, {}) for number in range(groups * trees)]
     roots, _ = trainer.rollouts.expand(rows, trainer.shape, trainer.sampling, (seed, "train", 0))
+    if case.threshold is None:
+        chains = [node.baseline for node in walk(roots)]
+        nodes = len(list(walk(roots))) + len(list(walk(chains)))
+        assert nodes == len(roots) * tree_size(trainer.branches(), 2, greedy_baseline=True)
     for mode in ADVANTAGE_MODES:
         trainer.args = dataclasses.replace(trainer.args, advantage_mode=mode)
         expected = enumeration.expected_gradient(mode)
@@ -256,18 +276,18 @@ def check_sampled(case, groups, trees, seed=0):
             distance = (gradients.mean(0) - expected[agent]).abs()
             assert (distance[~live] < 1e-5).all()
             assert (distance / error)[live].max() < 4, (mode, agent)
-            assert (expected[agent].abs() / error)[live].max() > 8, (mode, agent)  # enough trees to tell
+            assert (expected[agent].abs() / error)[live].max() > 4, (mode, agent)  # enough trees to tell from 0
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_trees_have_the_expected_gradient(name):
-    check_sampled(SAMPLED[name], groups=40, trees=25)
+    check_sampled(SAMPLED[name], groups=25, trees=24)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", SAMPLED_FULL)
 def test_many_sampled_trees_have_the_expected_gradient(name):
-    check_sampled(SAMPLED[name], groups=60, trees=150, seed=1)
+    check_sampled(SAMPLED_FULL[name], groups=60, trees=150, seed=1)
 
 
 # ---- all trees -------------------------------------------------------------------------------------
@@ -300,14 +320,22 @@ class AllTrees(Rollouts):
 
     def rows(self):
         """Every tree there is, as (probability, plan)."""
-        for probability, answers, joints in self.enumeration.groups(None):
+        for probability, answers, joints in self.distinct_groups(None):
             rewards = [self.case.game.rewards[None][joint] for joint in joints]
             if self.enumeration.ended(rewards):
                 yield probability, {(): answers}
                 continue
-            for children in itertools.product(*[list(self.enumeration.groups(joint)) for joint in joints]):
+            for children in itertools.product(*[self.distinct_groups(joint) for joint in joints]):
                 chance = probability * math.prod(p for p, _, _ in children)
                 yield chance, {(): answers, **{(j,): said for j, (_, said, _) in enumerate(children)}}
+
+    def distinct_groups(self, history):
+        """The enumeration's groups, up to the order of the samples: a quarter of the trees."""
+        found = {}
+        for probability, answers, joints in self.enumeration.groups(history):
+            key = tuple(sorted(joints))
+            found[key] = (probability + found[key][0] if key in found else probability, answers, joints)
+        return list(found.values())
 
     def roots(self):
         """All trees, each node's weight multiplied so that the buffer's mean is the expectation."""
@@ -332,6 +360,7 @@ COINS = Game("a", 1, first_reward, second_reward)  # "", "a"
 ENUMERATED = {
     "aligned": Case(COINS, 2),
     "ending early": Case(COINS, 2, threshold=0.4),
+    "one sample, ending early": Case(COINS, 1, threshold=0.4),
     "one turn, cross": Case(WORDS, 2, "cross", turns=1),
     "one turn, three": Case(COINS, 3, turns=1),
     "one turn, three, cross": Case(COINS, 3, "cross", turns=1),
@@ -343,9 +372,50 @@ def test_all_trees_together_have_the_expected_gradient(name):
     case = ENUMERATED[name]
     trees = AllTrees(case)
     roots = trees.roots()
-    for mode in ADVANTAGE_MODES:
+    for mode in ADVANTAGE_MODES if case.generations > 1 else ("raw", "greedy"):
         gradient = trees.gradient(roots, mode)
         assert_close(gradient, trees.enumeration.expected_gradient(mode))
-        if mode in ("raw", "rloo", "greedy") and case.threshold is None:
+        if mode in ("raw", "rloo", "greedy") and (case.threshold is None or case.generations == 1):
             assert_close(gradient, trees.enumeration.exact_gradient())
-    assert_close(trees.gradient(roots, mode, clip_range=None), gradient)
+    if case.turns == 1:  # at ratio 1 the clipped loss and the plain one have one gradient
+        assert_close(trees.gradient(roots, mode, clip_range=None), gradient)
+
+
+@pytest.mark.parametrize("name", ["cross", "aligned", "three"])
+def test_unbiased_modes_have_the_gradient_of_the_expected_return(name):
+    case = SAMPLED_FULL[name]
+    enumeration = Enumeration(case.game, case.trainer())
+    exact = enumeration.exact_gradient()
+    for mode in ("raw", "rloo", "greedy"):
+        assert_close(enumeration.expected_gradient(mode), exact, relative=1e-5)
+
+
+@pytest.mark.parametrize("game", [COINS, WORDS])
+def test_what_ending_early_estimates(game):
+    """A node ends for all its samples, by their mean reward. What an answer does to its siblings that way is not
+    credited to it: raw and greedy have the gradient that leaves this out."""
+    enumeration = Enumeration(game, Case(game, 2, threshold=0.4).trainer(), 0.4)
+    expected = enumeration.gradient_with_siblings_fixed()
+    for mode in ("raw", "greedy"):
+        assert_close(enumeration.expected_gradient(mode), expected, relative=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["raw", "rloo", "greedy"])
+def test_kl_in_the_return_has_the_gradient_of_the_exact_kl(mode):
+    """Each agent ascends the expected reward minus its own KL to its reference, over whole answers."""
+    kl = {"reference_kl_enabled": True, "reference_kl_in": "return", "reference_kl_coef": 0.7}
+    trees = AllTrees(Case(WORDS, 2, turns=1, settings=kl))
+    trainer, enumeration = trees.team_trainer, trees.enumeration
+    for seed, reference in enumerate(trainer.references):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    penalty = 0.0
+    for i, (agent, reference) in enumerate(zip(trainer.agents, trainer.references)):
+        logprobs = enumeration.logprobs[i][None]
+        other = answer_logprobs(WORDS, reference, agent.encode(WORDS.prompt(None, i)))
+        penalty = penalty + 0.7 * (logprobs.exp() * (logprobs - other)).sum()
+    assert penalty > 0.05
+    expected = enumeration.backward(penalty - enumeration.expectation(WORDS.rewards[None], None))
+    assert_close(trees.gradient(trees.roots(), mode), expected)

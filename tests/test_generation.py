@@ -355,6 +355,7 @@ def test_a_stop_string_ends_the_answer_and_is_cut_from_the_text_only(load_agent,
         ("abcd", ("x", "cd", "bc"), "a", "stop"),  # the first to be complete
         ("ab é 漢 z", ("漢",), "ab é ", "stop"),  # three tokens, one character
         ("STOP", ("STOP",), "", "stop"),
+        ("long before " * 9 + "🙂🙂 after", ("x", "🙂🙂"), "long before " * 9, "stop"),  # only the last tokens are read
         ("no stop here", ("STOP",), "no stop here", "eos"),
         ("aSTO", ("STOP",), "aSTO", "eos"),
     ],
@@ -408,7 +409,7 @@ def test_bf16_sampling_stays_close_to_the_learner_far_into_the_context(load_agen
     """Rotary frequencies in bf16 would turn far positions by radians."""
     agent = load_agent(tiny, compute_dtype=torch.bfloat16)
     sharpen(agent, 8.0)
-    (reference,) = load_references([agent])
+    (reference,) = load_references([agent], None)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(256, (1, 1500), generator=generator)
     exact = agent.model(prompt).logits[0, -200:].log_softmax(-1)
@@ -426,7 +427,7 @@ def test_errors_keep_their_type(load_agent, tiny):
         raise torch.OutOfMemoryError("no memory")
 
     agent.model.lm_head.register_forward_pre_hook(out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError, match="^no memory$"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no memory$"):
         generate(agent, [Request(PROMPTS[0], [1])], Sampling(max_new_tokens=2))
 
 
@@ -436,5 +437,5 @@ def test_logits_that_are_not_finite_are_loud(load_agent, tiny, value):
     with torch.no_grad():
         agent.model.model.norm.weight[0] = value
     for seed in (None, 1):
-        with pytest.raises(FloatingPointError, match="agent_0: the model's logits are not finite"):
+        with pytest.raises(FloatingPointError, match=r"agent_0: the model's logits are not finite"):
             generate(agent, [Request(PROMPTS[0], [seed])], Sampling(max_new_tokens=2))

@@ -185,7 +185,7 @@ def test_resolve_dtype():
 
 def test_references_are_frozen_copies_in_the_compute_dtype(load_agent, tiny):
     agents = [load_agent(tiny), load_agent(tiny, compute_dtype=torch.bfloat16)]
-    references = load_references(agents)
+    references = load_references(agents, None)
     for agent, reference, dtype in zip(agents, references, (torch.float32, torch.bfloat16)):
         assert {p.dtype for p in reference.parameters()} == {dtype}
         assert not any(p.requires_grad for p in reference.parameters())
@@ -231,5 +231,5 @@ def test_other_formatters_are_refused(given, match):
 
 
 def test_a_row_without_prompt_needs_a_formatter():
-    with pytest.raises(ValueError, match="no column 'prompt' .it has question, answer.; give formatters"):
+    with pytest.raises(ValueError, match=r"no column 'prompt' .it has question, answer.; give formatters"):
         build_formatters(None, 1)[0]({"question": "?", "answer": "!"})

@@ -24,14 +24,14 @@ def build_tokenizer(letters):
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=EOS, pad_token=EOS)
 
 
-def build_model(vocabulary, seed):
-    """One layer, hidden size 8. Large weights make the answers depend on the prompt, and a small head keeps every
+def build_model(vocabulary, seed, layers=1):
+    """Hidden size 8. Large weights make the answers depend on the prompt, and a small head keeps every
     answer likely; with seeds 2 and 9 they have probabilities of 0.13 to 0.62."""
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=8,
         intermediate_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=32,
@@ -121,7 +121,9 @@ class GradientTrainer(MAGRPOTrainer):
     def gradient_of(self, roots):
         """The gradients of all minibatches of a buffer of trees: [minibatch][agent]."""
         self.buffer, self.gradients_seen = list(roots), []
-        self.update(StopSignal())
+        self.prepare(StopSignal())
+        while self.chunks:
+            self.take_step(StopSignal())
         return self.gradients_seen
 
     def apply(self, metrics, norms, useful, problem):

@@ -5,35 +5,34 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from comlrl import checkpoint, credit
+from comlrl import credit
 from comlrl.agents import Agent
+from comlrl.checkpoint import model_tensors, tensors_hash
 from comlrl.config import escape
 from comlrl.data import RowSource
 from comlrl.engine import Engine, OptimizerSettings
 from comlrl.evaluation import Evaluation, evaluate_team
 from comlrl.generation import Sampling
 from comlrl.loading import build_formatters, check_team, load_references, load_team
+from comlrl.memory import Limit
+from comlrl.placement import AgentPool, check_parallel_training
 from comlrl.planning import plan_text
 from comlrl.rewards import Rewards
 from comlrl.rollouts import Node, Rollouts, RolloutStats, Team, TreeShape, walk
 from comlrl.summaries import Metrics, completion_records, rollout_metrics
 from comlrl.trackers import check_trackers
 from comlrl.tracking import Run
-from comlrl.trainers import resume
+from comlrl.trainers.checkpointing import Checkpointing
 from comlrl.trainers.reinforce_config import MAGRPOConfig
 
-COUNTERS = (
-    "step", "env_step", "rollout", "epoch", "position", "sequence", "evaluation_due", "best", "reward_counters",
-)  # fmt: skip
 SAMPLING_OVERRIDES = ("max_new_tokens", "temperature", "top_p", "top_k")
 
 
-class TeamTrainer:
+class TeamTrainer(Checkpointing):
     """A team of agents, its task and its records.
 
     Args:
@@ -83,6 +82,7 @@ class TeamTrainer:
         # Everything that can be refused is refused before a model is loaded.
         self.args = self.resolve_args(args or self.config_class(), agents, num_agents, external_transition)
         args = self.args
+        check_parallel_training(args.parallel_training, args.agent_devices)
         if reward_func is None:
             raise ValueError("reward_func is missing: give a function f(completions_1, ..., completions_n) -> rewards")
         if (eval_logger is None) != (eval_aggregator is None):
@@ -122,19 +122,9 @@ class TeamTrainer:
         self.run_config = run_config or {}
         output = ((wandb_config or {}).get("config_sections") or {}).get("output") or {}
         self.verbose: bool = bool(output.get("verbose", True))
-        # Optimizer steps, rewarded joint actions, rollouts; epochs finished, and rows used of this one.
-        self.step = self.env_step = self.rollout = self.epoch = self.position = 0
-        self.sequence = 0  # of the last checkpoint
-        self.evaluation_due = args.eval_interval > 0
-        self.best: float | None = None  # value of checkpoint_best_metric
-        self.buffer: list[Node] = []  # roots of finished trees that were not learned from yet
-        self.evaluations: list[tuple[int, Metrics]] = []  # (step, metrics)
-        self.pending: Metrics = {}  # numbers of rollouts since the last step
         self.seconds: Metrics = {"time/learn": 0.0, "time/save": 0.0}  # since the last step
-        self.saved_at: tuple[int, int] | None = None  # step and epoch of the last checkpoint
-        self.reference_hashes: list[str] = []
-        functions = list(reward_func) if isinstance(reward_func, (list, tuple)) else [reward_func]
-        self.reward_functions = functions
+        functions: list[Any] = list(reward_func) if isinstance(reward_func, (list, tuple)) else [reward_func]
+        self.reward_functions, self.reward_processor = functions, reward_processor
         # Reward workers are forked here: before any model, so that they stay small and no thread is running yet.
         self.rewards = Rewards(
             functions,
@@ -145,17 +135,22 @@ class TeamTrainer:
             timeout=args.reward_timeout,
             on_error=args.reward_on_error,
         )
-        self.reward_counters = dict(self.rewards.counters)
-        resume.stateful_callbacks(self)
+        super().__init__()
         if not dry_run:
             self.load_models()
 
     def load_models(self) -> None:
         args = self.args
         self.agents: list[Agent] = load_team(self.members)
-        self.references: list[torch.nn.Module] = load_references(self.agents) if args.reference_kl_enabled else []
+        self.references: list[torch.nn.Module] = (
+            load_references(self.agents, args.reference_devices) if args.reference_kl_enabled else []
+        )
+        # Of fp32 weights, so that it does not depend on the device that computes.
+        hashes = [tensors_hash(model_tensors(agent.model)) for agent in self.agents if args.reference_kl_enabled]
+        self.reference_hashes = hashes
+        self.pool = AgentPool(args.parallel_training, [agent.device for agent in self.agents])
         self.rollouts = build_rollouts(
-            self.agents, self.rewards, self.formatters, self.external_transition, self.team, args
+            self.agents, self.rewards, self.formatters, self.external_transition, self.team, args, self.pool
         )
         settings = OptimizerSettings(
             args.agent_learning_rate,
@@ -166,6 +161,7 @@ class TeamTrainer:
             args.lr_schedule,
             args.warmup_steps,
         )
+        self.token_limit = Limit("micro_batch_tokens", args.micro_batch_tokens)
         self.engines = [Engine(agent.model, settings, self.total_steps) for agent in self.agents]
 
     # ---- evaluation and records -------------------------------------------------------------------------------------
@@ -217,13 +213,12 @@ class TeamTrainer:
                 kind="eval",
             )
             run.log_completions([{"step": self.step, **record} for record in evaluation.records])
-            self.keep_best(evaluation.metrics)
+            self.compare_with_best(evaluation.metrics)
         self.drain_incidents()
 
     def record_rollout(self, roots: list[Node], stats: RolloutStats) -> None:
         self.rollout += 1
         self.env_step += stats.env_steps
-        self.reward_counters = dict(self.rewards.counters)
         if roots:
             for key, value in rollout_metrics(roots, stats, len(self.agents)).items():
                 summed = key.startswith(("time/", "rollout/")) and key in self.pending
@@ -236,7 +231,7 @@ class TeamTrainer:
         self.open_run().log_completions([{"step": self.step + 1, **record} for record in records])
 
     def log_step(self, metrics: Metrics) -> None:
-        counts = {f"reward_calls/{key}": float(value) for key, value in self.reward_counters.items()}
+        counts = {f"reward_calls/{key}": float(value) for key, value in self.rewards.counters.items()}
         line = {**self.pending, **metrics, **counts, **self.seconds}
         self.pending = {}
         self.seconds = dict.fromkeys(self.seconds, 0.0)
@@ -262,19 +257,38 @@ class TeamTrainer:
             self.run.note(text)
 
     def drain_incidents(self) -> None:
-        for incident in self.rewards.incidents:
-            self.note(incident)
-        self.rewards.incidents.clear()
+        for incidents in (self.rewards.incidents, *(limit.incidents for limit in self.limits())):
+            for incident in incidents:
+                self.note(f"step {self.step + 1}: {incident}")
+            incidents.clear()
 
     @property
     def fractional_epoch(self) -> float:
         return self.epoch + (self.position / len(self.rows) if len(self.rows) else 0.0)
 
-    def open_run(self, resume_folder: str | None = None) -> Run:
+    @property
+    def run_name(self) -> str:
+        return self.args.run_name or type(self).__name__.removesuffix("Trainer").lower()
+
+    def limits(self) -> list[Limit]:
+        return [self.rollouts.limit, self.token_limit]
+
+    def callbacks(self) -> dict[str, Any]:
+        return {
+            **{f"reward_{i}": function for i, function in enumerate(self.reward_functions)},
+            "reward_processor": self.reward_processor,
+            **{f"formatter_{i}": formatter for i, formatter in enumerate(self.formatters)},
+            "external_transition": self.external_transition,
+            "eval_logger": self.eval_logger,
+            "eval_aggregator": self.eval_aggregator,
+        }
+
+    def open_run(self) -> Run:
+        """The run's records; its folder is made now, or that of the loaded checkpoint is opened again."""
         if self.run is None:
             self.run = Run(
                 self.args.output_dir,
-                self.args.run_name or type(self).__name__.removesuffix("Trainer").lower(),
+                self.run_name,
                 # A script's settings are written so that `--config` and `python -m comlrl.evaluate` read them back.
                 escape({**(self.run_config or {"trainer": type(self).__name__}), "args": asdict(self.args)}),
                 seed=self.args.seed,
@@ -283,8 +297,7 @@ class TeamTrainer:
                 logging_steps=self.args.logging_steps,
                 verbose=self.verbose,
                 total_steps=self.total_steps,
-                resume_folder=resume_folder,
-                resume_step=self.step if resume_folder else None,
+                **self.run_to_resume(),
             )
         self.run.verbose = self.verbose
         return self.run
@@ -301,106 +314,6 @@ class TeamTrainer:
         """`agent_i/` each: an ordinary Hugging Face folder with its tokenizer. The run stays open."""
         for index, agent in enumerate(self.agents):
             agent.save(f"{output_dir}/agent_{index}")
-
-    def start(self, resume_from: str | None, folder: str | None, interval: int | None, limit: int | None) -> None:
-        """Settle where and when to save, go on from a checkpoint if one is given, open the run's records."""
-        changes = {"checkpoint_interval": interval, "checkpoint_total_limit": limit}
-        self.args = replace(self.args, **{key: value for key, value in changes.items() if value is not None})
-        args = self.args
-        if self.rows.sized and not len(self.rows):
-            raise ValueError("train_dataset is empty or missing: give at least one row")
-        self.checkpoint_dir = Path(folder) if folder is not None else None
-        self.reference_hashes = resume.reference_hashes(self)
-        notes: list[str] = []
-        run_folder = None
-        if resume_from is not None:
-            notes, run_folder = self.load_checkpoint(resume_from)
-        elif self.checkpoint_dir is not None and checkpoint.complete(self.checkpoint_dir):
-            raise ValueError(
-                f"checkpoint_dir={folder!r} holds the checkpoints of another run; go on from one of them "
-                "(resume_from_checkpoint), or give another folder"
-            )
-        run = self.open_run(run_folder)
-        for line in notes:
-            run.note(line)
-        self.save_schedule = checkpoint.Schedule(
-            args.checkpoint_steps, args.checkpoint_minutes, args.checkpoint_interval, (self.step, self.epoch)
-        )
-        if self.checkpoint_dir is not None:
-            resume.save_references(self, self.checkpoint_dir)
-            size = sum(resume.checkpoint_bytes(agent.model) for agent in self.agents)
-            kept = f"{args.checkpoint_total_limit} are kept" if args.checkpoint_total_limit else "all are kept"
-            run.note(f"a checkpoint takes about {checkpoint.gigabytes(size)}; {kept} in {self.checkpoint_dir}")
-
-    def save_checkpoint(self, directory: str | Path) -> str:
-        """Save everything as `directory/checkpoint-<sequence>`; returns that folder."""
-        self.open_run()
-        self.sequence += 1
-        contents = resume.gather(self, self.sequence)
-        return str(checkpoint.write(Path(directory), self.sequence, contents, self.args.checkpoint_total_limit))
-
-    def load_checkpoint(self, path: str | Path) -> tuple[list[str], str | None]:
-        """Go on from a checkpoint folder, or from the newest good one in a folder of checkpoints.
-
-        Returns lines about what has changed, and the folder of its run if it is still there.
-        """
-        folder = Path(path)
-        if not (folder / checkpoint.MANIFEST).exists() and (good := checkpoint.newest_good(folder)) is not None:
-            folder = good
-        contents = checkpoint.read(folder)
-        self.reference_hashes = resume.reference_hashes(self)
-        notes = resume.restore(self, contents, folder.parent)
-        run_folder = contents.state["run_folder"]
-        return [f"resumed from {folder} at step {self.step}", *notes], run_folder if Path(run_folder).is_dir() else None
-
-    def save_if_due(self) -> None:
-        due = self.save_schedule.due(self.step, self.epoch)
-        if self.checkpoint_dir is not None and (due or (self.finished and self.saved_at != (self.step, self.epoch))):
-            self.try_to_save(lambda: self.save_checkpoint(self.checkpoint_dir))  # type: ignore[arg-type]
-
-    def save_after_signal(self) -> None:
-        for engine in self.engines:
-            engine.clear()
-        if self.checkpoint_dir is not None and self.saved_at != (self.step, self.epoch):
-            self.try_to_save(lambda: self.save_checkpoint(self.checkpoint_dir))  # type: ignore[arg-type]
-        self.close()
-
-    def keep_best(self, metrics: Metrics) -> None:
-        """Keep `checkpoint-best` beside the numbered ones."""
-        key = self.args.checkpoint_best_metric
-        if key is None or self.checkpoint_dir is None:
-            return
-        if key not in metrics:
-            raise ValueError(f"checkpoint_best_metric={key!r}: no such metric; there are {', '.join(sorted(metrics))}")
-        if self.best is None or metrics[key] > self.best:
-            self.best = metrics[key]
-            root = self.checkpoint_dir
-            self.try_to_save(
-                lambda: checkpoint.write(root, 0, resume.gather(self, self.sequence), None, name="checkpoint-best")
-            )
-
-    def try_to_save(self, save: Callable[[], Any]) -> None:
-        """On a full disk the last good checkpoint stays; whether training goes on is a setting."""
-        started = time.perf_counter()
-        try:
-            save()
-        except checkpoint.DiskFullError as error:
-            if self.args.checkpoint_full_disk == "stop":
-                raise
-            self.note(f"checkpoint not saved: {error}")
-        else:
-            self.saved_at = (self.step, self.epoch)
-        self.seconds["time/save"] += time.perf_counter() - started
-
-    def counters(self) -> dict[str, Any]:
-        """Where the run is, as JSON; the twin of `set_counters`."""
-        return {key: getattr(self, key) for key in COUNTERS}
-
-    def set_counters(self, values: dict[str, Any]) -> None:
-        for key in COUNTERS:
-            setattr(self, key, values[key])
-        self.rewards.counters.update(self.reward_counters)
-        self.saved_at = (self.step, self.epoch)
 
     def finish(self) -> None:
         self.open_run().note(f"finished at step {self.step}, env_step {self.env_step}")
@@ -429,8 +342,6 @@ class TeamTrainer:
         if turns > 1 and transition is None:
             raise ValueError(f"num_turns={turns} needs an external_transition that writes the prompts of later turns")
         return replace(args, num_agents=next(iter(said.values()), default), num_turns=turns)
-
-    finished: bool  # a family's trainer says when
 
     def build_team(self) -> Team:
         return Team(self.args.num_agents)
@@ -514,6 +425,7 @@ def build_rollouts(
     transition: Callable | None,
     team: Team,
     args: MAGRPOConfig,
+    pool: AgentPool | None = None,
 ) -> Rollouts:
     return Rollouts(
         agents,
@@ -525,6 +437,7 @@ def build_rollouts(
         prompt_limits=[prompt_limit(agent, args) for agent in agents],
         passthrough=args.external_prompt_passthrough,
         max_rows=args.generation_batch_rows,
+        pool=pool,
     )
 
 

@@ -1,15 +1,15 @@
 """The REINFORCE family for teams: MAREINFORCE, MAGRPO, MARLOO, MAReMax, and MAGRPO with one coordinator.
 
-The whole algorithm, top to bottom: `train` rolls out trees and fills a buffer, `update` learns from a full buffer in
-minibatches, `learn` is one agent's gradient. A fork overrides `advantages` or `loss`, or passes another task or reward.
+The whole algorithm, top to bottom: `loop` rolls out trees (`collect`) until the buffer is full, makes it ready
+(`prepare`) and learns from it in minibatches (`take_step`); `learn` is one agent's gradient. A fork overrides
+`advantages` or `loss`, or passes another task or reward.
 """
 
 import math
 import random
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from comlrl.trainers.reinforce_config import (
     MAReMaxConfig,
     MARLOOConfig,
 )
+from comlrl.trainers.resume import take_moment
 
 __all__ = [
     "CentralizedMAGRPOConfig",
@@ -42,6 +43,8 @@ __all__ = [
     "MAReMaxConfig",
     "MAReMaxTrainer",
 ]
+
+Result = TypeVar("Result")
 
 
 class MAGRPOTrainer(TeamTrainer):
@@ -70,85 +73,113 @@ class MAGRPOTrainer(TeamTrainer):
         """
         sampling = self.sampling_with(overrides)
         self.start(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit)
-        with StopSignal() as stop:
-            try:
-                self.loop(sampling, stop)
-            except Abandoned:
-                self.save_after_signal()
-                stop.exit()
-            finally:
-                self.drain_incidents()
+        with StopSignal() as stop, self.saved_at_the_end(stop):
+            self.loop(sampling, stop)
         self.finish()
 
     def loop(self, sampling: Sampling, stop: StopSignal) -> None:
+        """One piece of work at a time; between two of them the run can be saved, stopped and resumed."""
         while True:
-            if self.evaluation_due:
-                with stop.abandonable():
-                    evaluation = self.evaluate_team()
-                self.record_evaluation(evaluation)
-            self.save_if_due()
+            self.moment = take_moment(self)
+            if not self.evaluation_due:
+                self.save_if_due()
             if stop.requested is not None:
                 raise Abandoned
-            if self.finished:
+            if self.evaluation_due:
+                self.evaluate_now(stop)
+            elif self.finished:
                 return
-            epoch_ended = self.collect(sampling, stop)
-            if epoch_ended or self.buffered_nodes() >= self.args.rollout_buffer_size:
-                self.update(stop)
-            if epoch_ended:
-                self.epoch, self.position = self.epoch + 1, 0
-            self.plan_evaluation()
+            elif self.chunks:
+                self.take_step(stop)
+            elif self.epoch_ended or self.buffered_nodes() >= self.args.rollout_buffer_size:
+                self.prepare(stop)
+            else:
+                self.collect(sampling, stop)
+            if self.epoch_ended and not self.buffer:
+                self.epoch, self.position, self.epoch_ended = self.epoch + 1, 0, False
+                self.plan_evaluation()
 
     @property
     def finished(self) -> bool:
         limit = self.args.max_steps
         return self.epoch >= self.args.num_train_epochs or (limit is not None and self.step >= limit)
 
-    def collect(self, sampling: Sampling, stop: StopSignal) -> bool:
-        """One rollout into the buffer; True if the epoch has no rows left. Nothing has changed if it is abandoned."""
+    def evaluate_now(self, stop: StopSignal) -> None:
+        with self.revocable(stop):
+            evaluation = self.evaluate_team()
+        self.record_evaluation(evaluation)
+
+    def collect(self, sampling: Sampling, stop: StopSignal) -> None:
+        """One rollout of some rows into the buffer, whole trees."""
         size = self.args.rows_per_rollout or self.args.rollout_buffer_size
-        rows = self.rows.take(self.epoch, self.position, size)
-        if rows:
-            with stop.abandonable():
+        with self.revocable(stop):
+            rows = self.rows.take(self.epoch, self.position, size)
+            if rows:
                 roots, stats = self.rollouts.expand(rows, self.shape, sampling, (self.args.seed, "train", self.rollout))
+        self.position += len(rows)
+        self.epoch_ended = self.rows.exhausted(self.position, len(rows), size)
+        if rows:
             self.buffer += roots
-            self.position += len(rows)
             self.record_rollout(roots, stats)
-        return self.rows.exhausted(self.position, len(rows), size)
 
-    def update(self, stop: StopSignal) -> None:
-        """Learn from the whole buffer, whole trees, in minibatches of nodes, one optimizer step each.
-
-        It can be abandoned until the first step is taken; then it goes through to the end.
-        """
-        args, roots = self.args, self.buffer
-        nodes = list(walk(roots))
-        batch_size = args.train_batch_size or args.rollout_buffer_size
-        chunks = [
-            c for epoch in range(args.epochs_per_rollout) for c in self.minibatches(len(nodes), batch_size, epoch)
-        ]
-        with stop.abandonable():
+    def prepare(self, stop: StopSignal) -> None:
+        """Make the whole buffer ready for learning: minibatches of its nodes, one optimizer step each."""
+        args, nodes = self.args, list(walk(self.buffer))
+        size = args.train_batch_size or args.rollout_buffer_size
+        chunks = [c for epoch in range(args.epochs_per_rollout) for c in self.minibatches(len(nodes), size, epoch)]
+        with self.revocable(stop):
             started = time.perf_counter()
-            samples = [[self.samples(node, agent) for node in nodes] for agent in range(len(self.agents))]
-            for agent in range(len(self.agents)):
-                self.fill_logprobs(agent, samples[agent], several_steps=len(chunks) > 1)
+            agents = range(len(self.agents))
+            samples = [[self.samples(node, agent) for node in nodes] for agent in agents]
+            several = len(chunks) > 1
+            self.within_memory(
+                lambda budget: self.pool.map(
+                    lambda agent: self.fill_logprobs(agent, samples[agent], several, budget), len(agents)
+                ),
+                samples,
+            )
+            for agent in agents:
                 for node, group in zip(nodes, samples[agent], strict=True):
                     self.advantages(node, agent, group)
-            self.seconds["time/learn"] += time.perf_counter() - started
-        for number, chunk in enumerate(chunks):
-            if self.finished:
-                break
-            # Unbiased for the sum over the nodes of a tree, averaged over trees, whatever the minibatch holds.
-            scale = len(nodes) / (len(chunk) * len(roots)) if args.node_weighting == "tree" else 1 / len(chunk)
-            groups = [[samples[agent][i] for i in chunk] for agent in range(len(self.agents))]
-            with stop.abandonable() if number == 0 else nullcontext():
-                gradients = self.gradients(groups, scale)
-            if number == 0:
-                self.record_completions(roots)
-                self.buffer = []
-            self.apply(*gradients)
+        self.seconds["time/learn"] += time.perf_counter() - started
+        self.prepared, self.chunks = samples, chunks
+        self.record_completions(self.buffer)
+        if not chunks:
+            self.forget_buffer()
 
-    def gradients(self, groups: list[list[list[Sample]]], scale: float) -> tuple[Metrics, list[float], list[bool], str]:
+    def take_step(self, stop: StopSignal) -> None:
+        """Learn from the next minibatch; after the last one the buffer is empty."""
+        args, chunk = self.args, self.chunks[0]
+        nodes = len(self.prepared[0])
+        # Unbiased for the sum over the nodes of a tree, averaged over trees, whatever the minibatch holds.
+        tree = args.node_weighting == "tree"
+        scale = nodes / (len(chunk) * len(self.buffer)) if tree else 1 / len(chunk)
+        groups = [[samples[i] for i in chunk] for samples in self.prepared]
+        with self.revocable(stop):
+            gradients = self.within_memory(lambda budget: self.gradients(groups, scale, budget), groups)
+            if gradients[3] and args.nonfinite == "raise":
+                raise FloatingPointError(f"{gradients[3]} (nonfinite: skip goes on without such steps)")
+        self.chunks = self.chunks[1:]
+        if not self.chunks:
+            self.forget_buffer()
+        self.apply(*gradients)
+        self.plan_evaluation()
+
+    def forget_buffer(self) -> None:
+        self.buffer, self.prepared = [], []
+
+    def within_memory(self, work: Callable[[int], Result], samples: list[list[list[Sample]]]) -> Result:
+        """work(tokens of a micro-batch), with fewer tokens if memory runs out. samples: [agent][node]."""
+        sizes = [[len(s.prompt_ids) + len(s.token_ids) for group in groups for s in group] for groups in samples]
+        longest = max((size for each in sizes for size in each), default=1)
+        return self.token_limit.run(work, most=max(map(sum, sizes)), least=longest)
+
+    def gradients(
+        self, groups: list[list[list[Sample]]], scale: float, budget: int
+    ) -> tuple[Metrics, list[float], list[bool], str]:
         """Every agent's gradient on one minibatch: groups[agent][node] are samples. No weight moves.
+
+        budget: tokens of a micro-batch.
 
         Returns metrics, gradient norms, which agents have something to learn, and what is not finite ("" if all is).
         """
@@ -156,8 +187,10 @@ class MAGRPOTrainer(TeamTrainer):
         metrics: Metrics = {}
         norms: list[float] = []
         problem = ""
-        for index, agent in enumerate(self.agents):
-            numbers, bad = self.learn(index, groups[index], scale)
+        for engine in self.engines:
+            engine.clear()  # of an attempt that ran out of memory
+        learned = self.pool.map(lambda index: self.learn(index, groups[index], scale, budget), len(self.agents))
+        for index, (agent, (numbers, bad)) in enumerate(zip(self.agents, learned)):
             norm = self.engines[index].grad_norm()
             if not bad and not math.isfinite(norm):
                 bad = f"gradient norm {norm} over samples {self.names(groups[index])}"
@@ -174,10 +207,6 @@ class MAGRPOTrainer(TeamTrainer):
     def apply(self, metrics: Metrics, norms: list[float], useful: list[bool], problem: str) -> None:
         """One optimizer step of every agent, after all gradients are known to be finite."""
         started = time.perf_counter()
-        if problem and self.args.nonfinite == "raise":
-            for engine in self.engines:
-                engine.clear()
-            raise FloatingPointError(f"{problem} (nonfinite: skip goes on without such steps)")
         for agent, engine, norm, wanted in zip(self.agents, self.engines, norms, useful):
             if problem or not wanted:
                 engine.skip()
@@ -213,17 +242,17 @@ class MAGRPOTrainer(TeamTrainer):
             if value is not None
         ]
 
-    def fill_logprobs(self, agent: int, groups: list[list[Sample]], several_steps: bool) -> None:
+    def fill_logprobs(self, agent: int, groups: list[list[Sample]], several_steps: bool, budget: int) -> None:
         """Old and reference log-probs, where something needs them before the first step."""
         args, policy = self.args, self.agents[agent]
         flat = [sample for group in groups for sample in group]
         in_return = args.reference_kl_enabled and args.reference_kl_in == "return"
         if several_steps or in_return or args.sampler_ratio_cap is not None:
-            old = frozen_logprobs(flat, policy, policy.model, args.temperature, args.micro_batch_tokens)
+            old = frozen_logprobs(flat, policy, policy.model, args.temperature, budget)
             for sample in flat:
                 sample.old_logprobs = old[id(sample)]
         if args.reference_kl_enabled:
-            frozen = frozen_logprobs(flat, policy, self.references[agent], args.temperature, args.micro_batch_tokens)
+            frozen = frozen_logprobs(flat, policy, self.references[agent], args.temperature, budget)
             for sample in flat:
                 sample.reference_logprobs = frozen[id(sample)]
 
@@ -233,7 +262,9 @@ class MAGRPOTrainer(TeamTrainer):
             return
         credits = torch.tensor([sample.credit for sample in group], dtype=torch.float64)
         if self.args.reference_kl_enabled and self.args.reference_kl_in == "return":
-            penalties = [losses.k3(s.old_logprobs, s.reference_logprobs).sum() for s in group]  # type: ignore[arg-type]
+            # log pi - log reference: as a return, its policy gradient is the gradient of the KL. That of k3 is
+            # the gradient of KL(pi || reference) minus that of KL(reference || pi): nearly nothing.
+            penalties = [(s.old_logprobs - s.reference_logprobs).sum() for s in group]  # type: ignore[operator]
             credits = credits - self.args.reference_kl_coef * torch.stack(penalties)
         greedy_return = None
         if node.baseline is not None:
@@ -250,7 +281,7 @@ class MAGRPOTrainer(TeamTrainer):
         args = self.args
         advantages = torch.tensor([s.advantage for s in batch.samples], device=logprobs.device)
         token_loss, clipped = losses.policy_loss(logprobs, old, advantages, args.clip_range)
-        logged = {"clip_fraction": clipped, "entropy": entropies}
+        logged = {"clip_fraction": clipped, "entropy": entropies.detach()}
         if args.sampler_ratio_cap is not None:
             sampler = batch.pad([s.sampler_logprobs for s in batch.samples])
             token_loss = token_loss * losses.sampler_correction(old, sampler, args.sampler_ratio_cap)
@@ -263,8 +294,8 @@ class MAGRPOTrainer(TeamTrainer):
                 token_loss = token_loss + args.reference_kl_coef * losses.kl_loss(logprobs, old, reference)
         return token_loss, logged
 
-    def learn(self, index: int, groups: list[list[Sample]], scale: float) -> tuple[Metrics, str]:
-        """Accumulate one agent's gradient over a minibatch; returns its metrics and what was not finite, if anything."""
+    def learn(self, index: int, groups: list[list[Sample]], scale: float, budget: int) -> tuple[Metrics, str]:
+        """Accumulate one agent's gradient over a minibatch; returns its metrics and what was not finite, if any."""
         args, agent, engine = self.args, self.agents[index], self.engines[index]
         trained = [sample for group in groups for sample in group if sample.trained]
         weights = {id(s): scale * s.weight / len(group) for group in groups for s in group}
@@ -273,8 +304,9 @@ class MAGRPOTrainer(TeamTrainer):
         zero_counts = bool(args.entropy_coef) or (args.reference_kl_enabled and args.reference_kl_in == "loss")
         active = [s for s in trained if s.advantage != 0 or zero_counts]
         meter = TokenMeter(index)
-        for batch in micro_batches(active, agent, args.micro_batch_tokens):
-            logprobs, entropies = batch.logprobs(agent, agent.model, args.temperature, entropy=True)
+        for batch in micro_batches(active, agent, budget):
+            entropy = "gradient" if args.entropy_coef else "value"
+            logprobs, entropies = batch.logprobs(agent, agent.model, args.temperature, entropy)
             if batch.samples[0].old_logprobs is None:
                 old = logprobs.detach()
             else:
@@ -285,7 +317,7 @@ class MAGRPOTrainer(TeamTrainer):
                 batch.completion_mask,
                 args.loss_aggregation,
                 max_new_tokens=args.max_new_tokens,
-                samples=len(trained),
+                samples=sum(map(len, groups)),
                 tokens=tokens,
             )
             loss = (token_loss * factors).sum()
@@ -368,7 +400,7 @@ class CentralizedMAGRPOTrainer(MAGRPOTrainer):
                 raise ValueError(f"{name}: a coordinator is one model, so give a list of one, not of {len(value)}")
         super().__init__(num_agents=num_agents, args=args, agents=agents, tokenizer=tokenizer, **kwargs)
 
-    def resolve_args(self, args, agents, num_agents, transition):  # type: ignore[no-untyped-def]
+    def resolve_args(self, args, agents, num_agents, transition):
         return super().resolve_args(args, None, num_agents, transition)  # num_agents counts roles, not models
 
     def build_team(self) -> Team:
@@ -377,3 +409,6 @@ class CentralizedMAGRPOTrainer(MAGRPOTrainer):
 
     def num_models(self) -> int:
         return 1
+
+    def callbacks(self) -> dict[str, Any]:
+        return {**super().callbacks(), "centralized_adapter": self.adapter}

@@ -8,7 +8,18 @@ from comlrl.engine import OPEN_SCHEDULES, PLANNED_SCHEDULES
 from comlrl.losses import LOSS_AGGREGATIONS
 
 JOINT_MODES = {"aligned": "aligned", "align": "aligned", "cross": "cross", "crossed": "cross"}
-OPTIONAL_COUNTS = ["max_steps", "num_turns", "top_k", "max_prompt_length", "rows_per_rollout", "train_batch_size", "reward_batch_size", "checkpoint_interval", "checkpoint_steps", "checkpoint_total_limit"]
+OPTIONAL_COUNTS = (
+    "max_steps",
+    "num_turns",
+    "top_k",
+    "max_prompt_length",
+    "rows_per_rollout",
+    "train_batch_size",
+    "reward_batch_size",
+    "checkpoint_interval",
+    "checkpoint_steps",
+    "checkpoint_total_limit",
+)
 
 
 @dataclass
@@ -136,8 +147,8 @@ class MAGRPOConfig:
         self._require("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)")
         if self.num_generations < 2 and self.advantage_mode in ("mean", "rloo", "max"):
             raise ValueError(
-                f"num_generations=1: advantage_mode={self.advantage_mode!r} compares the samples of a group and needs at "
-                "least 2; raise num_generations, or use advantage_mode raw or greedy"
+                f"num_generations=1: advantage_mode={self.advantage_mode!r} compares the samples of a group, so at "
+                "least 2 are needed; raise num_generations, or use advantage_mode raw or greedy"
             )
         if self.advantage_normalization and self.num_generations < 2:
             raise ValueError("advantage_normalization needs num_generations of at least 2; set it to false")

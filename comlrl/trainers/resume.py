@@ -1,21 +1,30 @@
 """A trainer's state into a checkpoint and back: what goes on exactly, what may change, what may not."""
 
+import copy
 import hashlib
 import json
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comlrl import checkpoint
+from comlrl.agents import Agent
+from comlrl.batches import Sample
 from comlrl.checkpoint import CheckpointError, Contents
+from comlrl.config import to_dict
 from comlrl.data import RowSource
+from comlrl.encoding import decode, encode
 from comlrl.generation import Completion
+from comlrl.loading import Member
+from comlrl.records import plain
 from comlrl.rollouts import Node
 from comlrl.version import __version__
 
@@ -32,16 +41,26 @@ FIXED_SETTINGS = (
     "advantage_mode",
     "reference_kl_enabled",
 )
+# Of a model's config, what may differ although the model is the same.
+LOOSE_CONFIG = ("transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 HASHED_ROWS = 20_000  # of a longer dataset, rows at even distances: a resume has to start in seconds
+CALLBACKS = "callbacks.safetensors"
 
 
 def gather(trainer: "TeamTrainer", sequence: int) -> Contents:
-    """Everything that the rest of the run depends on."""
+    """Everything that the rest of the run depends on, as it is between two pieces of work."""
     assert trainer.run is not None
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    files: dict[str, bytes] = {}
     for agent, engine in zip(trainer.agents, trainer.engines):
         tensors[f"{agent.name}/weights.safetensors"] = checkpoint.model_tensors(agent.model)
         tensors[f"{agent.name}/optimizer.safetensors"] = engine.state_tensors()
+        files |= {f"{agent.name}/{name}": data for name, data in trainer.agent_files[agent.name].items()}
+    moment = trainer.moment or take_moment(trainer)
+    kept: dict[str, Tensor] = {}
+    callbacks = {name: encode(state, kept, name) for name, state in moment["callbacks"].items()}
+    if kept:
+        tensors[CALLBACKS] = kept
     state = {
         "version": checkpoint.VERSION,
         "comlrl": __version__,
@@ -49,92 +68,161 @@ def gather(trainer: "TeamTrainer", sequence: int) -> Contents:
         "sequence": sequence,
         "run_id": trainer.run.id,
         "run_folder": str(trainer.run.folder.resolve()),
+        "record_sizes": trainer.run.sizes(),
         "wandb": trainer.run.wandb_state(),
         "step": trainer.step,
-        "counters": trainer.counters(),
+        "counters": {**trainer.counters(), "reward_counters": moment["reward_counters"]},
+        "limits": {limit.key: limit.value for limit in trainer.limits()},
         "engines": [engine.counters() for engine in trainer.engines],
         "evaluations": trainer.evaluations,
         "pending": trainer.pending,
-        "buffer": [node_to_json(root, trainer.rows.sized) for root in trainer.buffer],
-        "rng": checkpoint.rng_state(),
-        "callbacks": {name: callback.state_dict() for name, callback in stateful_callbacks(trainer).items()},
-        "settings": asdict(trainer.args),
+        "buffer": [node_to_json(root) for root in trainer.buffer],
+        "chunks": trainer.chunks,
+        "samples": [[[sample_to_json(s) for s in group] for group in agent] for agent in trainer.prepared],
+        "rng": moment["rng"],
+        "callbacks": callbacks,
+        "settings": to_dict(trainer.args),
+        "config": plain(trainer.run_config),
         "models": [
-            {
-                "name": agent.name,
-                "source": member.source if isinstance(member.source, str) else None,
-                "tokenizer": tokenizer_hash(agent.tokenizer),
-                "config": agent.model.config.to_dict(),
-                "generation": generation_config(agent.model),
-            }
+            {"name": agent.name, "source": source_of(member), "tokenizer": tokenizer_hash(agent.tokenizer)}
             for agent, member in zip(trainer.agents, trainer.members)
         ],
         "references": [
-            {"source": m["source"], "hash": value}
-            for m, value in zip([_source(member) for member in trainer.members], trainer.reference_hashes)
+            {"source": source_of(member), "hash": digest}
+            for member, digest in zip(trainer.members, trainer.reference_hashes)
         ],
-        "data": {"rows": len(trainer.rows), "fingerprint": rows_hash(trainer.rows)},
+        "data": {"rows": len(trainer.rows), "fingerprint": trainer.rows_fingerprint},
     }
-    return Contents(json.loads(json.dumps(state, default=_refuse)), tensors)
+    return Contents(state, tensors, files)
+
+
+def take_moment(trainer: "TeamTrainer") -> dict[str, Any]:
+    """What a piece of work changes before it is done: a rollout draws random numbers and calls rewards.
+
+    Taken before each piece, so that the state before it can be saved when it is given up.
+    """
+    states = {}
+    for name, callback in stateful_callbacks(trainer).items():
+        state = callback.state_dict()
+        # A module's weights are not copied each time: no rollout trains them.
+        states[name] = state if isinstance(callback, torch.nn.Module) else copy.deepcopy(state)
+    return {"rng": checkpoint.rng_state(), "callbacks": states, "reward_counters": dict(trainer.rewards.counters)}
 
 
 def restore(trainer: "TeamTrainer", contents: Contents, root: Path) -> list[str]:
-    """Put the state back; returns lines about what has changed. Checks everything before anything is touched."""
+    """Put the state back, but for the random numbers; returns lines about what has changed.
+
+    Everything is checked and read before anything is touched. `root`: the folder of the checkpoint.
+    """
     state = contents.state
     notes = check(trainer, contents)
+    references = reference_tensors(trainer, state["references"], root)
+    buffer = buffer_from_json(state, trainer.rows)
+    kept = contents.tensors.get(CALLBACKS, {})
+    callbacks = {name: decode(value, kept, name) for name, value in state["callbacks"].items()}
+    # From here on nothing can be refused.
     for index, (agent, engine) in enumerate(zip(trainer.agents, trainer.engines)):
         checkpoint.load_model_tensors(agent.model, contents.tensors[f"{agent.name}/weights.safetensors"], agent.name)
         agent.weights_changed()
         engine.load_state(contents.tensors[f"{agent.name}/optimizer.safetensors"], state["engines"][index])
-    load_references(trainer, state["references"], root)
+    for index, tensors in references.items():
+        checkpoint.load_model_tensors(trainer.references[index], tensors, f"reference of {trainer.agents[index].name}")
+        trainer.reference_hashes[index] = state["references"][index]["hash"]
     trainer.set_counters(state["counters"])
+    for limit in trainer.limits():
+        if state["settings"].get(limit.key) == limit.value:  # what memory allows is remembered, unless it was set anew
+            limit.value = state["limits"][limit.key]
     trainer.evaluations = [(step, metrics) for step, metrics in state["evaluations"]]
     trainer.pending = dict(state["pending"])
-    trainer.buffer = [node_from_json(data, trainer.rows) for data in state["buffer"]]
+    trainer.buffer, trainer.chunks = buffer, state["chunks"]
+    trainer.prepared = [[[sample_from_json(s) for s in group] for group in agent] for agent in state["samples"]]
     for name, callback in stateful_callbacks(trainer).items():
-        if name in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][name])
-    checkpoint.set_rng_state(state["rng"])
+        if name in callbacks:
+            callback.load_state_dict(callbacks[name])
     return notes
+
+
+# ---- what may change, and what may not ------------------------------------------------------------------------------
 
 
 def check(trainer: "TeamTrainer", contents: Contents) -> list[str]:
     """Refuse, by name, what cannot go on; list the settings that differ."""
     state, saved = contents.state, contents.state["settings"]
-    own = json.loads(json.dumps(asdict(trainer.args)))
+    own = json.loads(json.dumps(to_dict(trainer.args)))
     if state["trainer_class"] != type(trainer).__name__:
         raise CheckpointError(f"the checkpoint is of {state['trainer_class']}, this is {type(trainer).__name__}")
     for key in FIXED_SETTINGS:
-        if saved.get(key) != own[key]:
-            raise CheckpointError(f"{key} was {saved.get(key)!r} and is {own[key]!r}: it cannot change on resume")
+        if saved[key] != own[key]:
+            raise CheckpointError(f"{key} was {saved[key]!r} and is {own[key]!r}: it cannot change on resume")
     if len(state["models"]) != len(trainer.agents):
         raise CheckpointError(f"the checkpoint has {len(state['models'])} models, this team {len(trainer.agents)}")
     for model, agent in zip(state["models"], trainer.agents):
-        if model["tokenizer"] != tokenizer_hash(agent.tokenizer):
-            raise CheckpointError(
-                f"{agent.name}: the tokenizer is not the checkpoint's; token ids would change meaning"
-            )
-        where = f"{agent.name} (model shape)"
-        checkpoint.check_tensors(agent.model, contents.tensors[f"{agent.name}/weights.safetensors"], where)
-    data = state["data"]
-    fingerprint = rows_hash(trainer.rows)
-    if data["rows"] != len(trainer.rows):
+        check_agent(agent, model, trainer.agent_files[agent.name], contents)
+    check_rows(trainer, state["data"])
+    changed = [key for key in own if key in saved and saved[key] != own[key]]
+    notes = [f"resumed with {key}={own[key]!r} (was {saved[key]!r})" for key in changed]
+    stateful, states = stateful_callbacks(trainer), state["callbacks"]
+    for name in sorted(states.keys() - stateful.keys()):
+        raise CheckpointError(f"the checkpoint has a state of {name}, which has no load_state_dict here")
+    notes += [f"{name} has a state_dict but the checkpoint no state of it" for name in stateful if name not in states]
+    for model, member in zip(state["models"], trainer.members):
+        if model["source"] != source_of(member):
+            notes.append(f"{member.name} was {model['source'] or 'a loaded model'}; its weights are the checkpoint's")
+    return notes
+
+
+def check_agent(agent: Agent, saved: Mapping[str, Any], own_files: Mapping[str, bytes], contents: Contents) -> None:
+    if saved["tokenizer"] != tokenizer_hash(agent.tokenizer):
+        raise CheckpointError(f"{agent.name}: the tokenizer is not the checkpoint's; token ids would change meaning")
+    where = f"{agent.name} (model shape)"
+    checkpoint.check_tensors(agent.model, contents.tensors[f"{agent.name}/weights.safetensors"], where)
+    # The same shapes can mean another model: another number of heads, for one.
+    was, now = json.loads(contents.files[f"{agent.name}/config.json"]), json.loads(own_files["config.json"])
+    for key in sorted(was.keys() & now.keys() - set(LOOSE_CONFIG)):
+        if was[key] != now[key] and not key.startswith("_"):
+            raise CheckpointError(f"{where}: {key} of the model's config was {was[key]!r} and is {now[key]!r}")
+    trained = {f"exp_avg.{name}" for name, p in agent.model.named_parameters() if p.requires_grad}
+    tensors = contents.tensors[f"{agent.name}/optimizer.safetensors"]
+    moments = {name for name in tensors if name.startswith("exp_avg.")}
+    for name in sorted(trained ^ moments if moments else []):
+        place = "here" if name in trained else "in the checkpoint"
+        raise CheckpointError(f"{agent.name}: {name.removeprefix('exp_avg.')} is trained only {place}")
+
+
+def check_rows(trainer: "TeamTrainer", saved: Mapping[str, Any]) -> None:
+    if saved["rows"] != len(trainer.rows):
         raise CheckpointError(
-            f"train_dataset had {data['rows']} rows and has {len(trainer.rows)}: rows cannot change on resume"
+            f"train_dataset had {saved['rows']} rows and has {len(trainer.rows)}: rows cannot change on resume"
         )
-    if fingerprint is None or data["fingerprint"] is None:
+    if saved["fingerprint"] is None or trainer.rows_fingerprint is None:
         warnings.warn(
             "the rows of train_dataset cannot be compared with the checkpoint's; make sure they are the same",
             stacklevel=2,
         )
-    elif fingerprint != data["fingerprint"]:
+    elif saved["fingerprint"] != trainer.rows_fingerprint:
         raise CheckpointError("train_dataset has other rows than the checkpoint's: rows cannot change on resume")
-    known = [f.name for f in fields(trainer.args)]
-    return [
-        f"resumed with {key}={own[key]!r} (was {saved[key]!r})"
-        for key in known
-        if key in saved and saved[key] != own[key]
-    ]
+
+
+# ---- agents and references ------------------------------------------------------------------------------------------
+
+
+def source_of(member: Member) -> str | None:
+    return member.source if isinstance(member.source, str) else None
+
+
+def agent_files(agent: Agent) -> dict[str, bytes]:
+    """Config, generation config and tokenizer as the files of a Hugging Face folder, for `comlrl.export`."""
+    config = copy.deepcopy(agent.model.config)
+    config.architectures = [type(agent.model).__name__]
+    config.dtype = torch.float32
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        config.save_pretrained(folder)
+        if agent.model.generation_config is not None:
+            # Not save_pretrained, which refuses what many published models have.
+            (folder / "generation_config.json").write_text(agent.model.generation_config.to_json_string(), "utf-8")
+        agent.tokenizer.save_pretrained(folder)
+        return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def checkpoint_bytes(model: torch.nn.Module) -> int:
@@ -143,62 +231,50 @@ def checkpoint_bytes(model: torch.nn.Module) -> int:
     return 4 * (sum(t.numel() for t in checkpoint.model_tensors(model).values()) + 2 * trained)
 
 
-# ---- references -----------------------------------------------------------------------------------------------------
-
-
-def reference_hashes(trainer: "TeamTrainer") -> list[str]:
-    """Computed once, when training starts: the references are frozen."""
-    return [checkpoint.tensors_hash(checkpoint.model_tensors(model)) for model in trainer.references]
+def reference_path(root: Path, name: str, digest: str) -> Path:
+    return root / "references" / f"{name}-{digest[:16]}.safetensors"
 
 
 def save_references(trainer: "TeamTrainer", root: Path) -> None:
-    """References of agents given as loaded modules have no name to load them from: kept once a run, beside the checkpoints."""
+    """References of agents given as loaded modules have no name to load them from: kept once a run."""
     for member, model, digest in zip(trainer.members, trainer.references, trainer.reference_hashes):
-        path = root / "references" / f"{member.name}-{digest[:16]}.safetensors"
-        if not isinstance(member.source, str) and not path.exists():
+        path = reference_path(root, member.name, digest)
+        if source_of(member) is None and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            save_file(
-                {k: v.detach().cpu().contiguous() for k, v in checkpoint.model_tensors(model).items()},
-                partial,
-            )
+            tensors = checkpoint.model_tensors(model)
+            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, partial)
             partial.rename(path)
 
 
-def load_references(trainer: "TeamTrainer", saved: list[dict[str, Any]], root: Path) -> None:
+def reference_tensors(trainer: "TeamTrainer", saved: list[dict[str, Any]], root: Path) -> dict[int, dict[str, Tensor]]:
+    """What has to be loaded into which reference: nothing where the agent came with the weights of then."""
+    found = {}
     for index, (model, entry) in enumerate(zip(trainer.references, saved)):
         name = trainer.members[index].name
         if trainer.reference_hashes[index] == entry["hash"]:
             continue
-        path = root / "references" / f"{name}-{entry['hash'][:16]}.safetensors"
+        path = reference_path(root, name, entry["hash"])
         if not path.exists():
             raise CheckpointError(
-                f"the reference of {name} ({entry['source'] or 'a loaded model'}) is not the one that the checkpoint was "
+                f"the reference of {name} ({entry['source'] or 'a loaded model'}) is not what the checkpoint was "
                 "trained against: its weights have another hash; give the model that the run started from"
             )
-        checkpoint.load_model_tensors(model, load_file(path), f"reference of {name}")
-        trainer.reference_hashes[index] = entry["hash"]
-
-
-def _source(member: Any) -> dict[str, Any]:
-    return {"source": member.source if isinstance(member.source, str) else None}
+        found[index] = load_file(path)
+        checkpoint.check_tensors(model, found[index], f"reference of {name}")
+    return found
 
 
 # ---- fingerprints ---------------------------------------------------------------------------------------------------
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    vocabulary = tokenizer.get_vocab()
     parts = [
-        json.dumps(vocabulary, sort_keys=True),
+        json.dumps(tokenizer.get_vocab(), sort_keys=True),
         json.dumps({key: str(value) for key, value in tokenizer.special_tokens_map.items()}, sort_keys=True),
         str(tokenizer.chat_template),
     ]
     return hashlib.sha256("\0".join(parts).encode("utf-8", "backslashreplace")).hexdigest()
-
-
-def generation_config(model: Any) -> dict[str, Any] | None:
-    return model.generation_config.to_dict() if model.generation_config is not None else None
 
 
 def rows_hash(rows: RowSource) -> str | None:
@@ -210,60 +286,69 @@ def rows_hash(rows: RowSource) -> str | None:
     try:
         for index in range(0, len(rows), step):
             digest.update(json.dumps(rows.data[index], sort_keys=True).encode("utf-8", "backslashreplace"))
-    except TypeError:
+    except (TypeError, ValueError, RecursionError):
         return None
     return digest.hexdigest()
 
 
 def stateful_callbacks(trainer: "TeamTrainer") -> dict[str, Any]:
     """The user's callbacks that have state_dict and load_state_dict, by name."""
-    named: dict[str, Callable | None] = {
-        **{f"reward_{i}": function for i, function in enumerate(trainer.reward_functions)},
-        **{f"formatter_{i}": formatter for i, formatter in enumerate(trainer.formatters)},
-        "external_transition": trainer.external_transition,
-        "eval_logger": trainer.eval_logger,
-        "eval_aggregator": trainer.eval_aggregator,
-    }
     found = {}
-    for name, callback in named.items():
-        has_state = hasattr(callback, "state_dict")
+    for name, callback in trainer.callbacks().items():
+        has_state = hasattr(callback, "state_dict")  # optional by contract
         if has_state != hasattr(callback, "load_state_dict"):
             raise ValueError(f"{name} has one of state_dict and load_state_dict; a resumable callback needs both")
         if has_state:
-            if name.startswith("reward_") and trainer.args.reward_timeout is not None:
+            if callback in trainer.reward_functions and trainer.args.reward_timeout is not None:
                 raise ValueError(
-                    f"{name} has a state_dict, but with reward_timeout={trainer.args.reward_timeout} it runs in a worker "
+                    f"{name} has a state_dict, but with reward_timeout={trainer.args.reward_timeout} it is in a worker "
                     "process whose state is lost; set reward_timeout to none, or keep no state in the reward"
                 )
             found[name] = callback
     return found
 
 
-# ---- trees ----------------------------------------------------------------------------------------------------------
+# ---- trees and samples ----------------------------------------------------------------------------------------------
 
 
-def node_to_json(node: Node, rows_by_id: bool) -> dict[str, Any]:
-    data = {f.name: getattr(node, f.name) for f in fields(Node)}
-    data["row"] = None if rows_by_id else node.row
+def node_to_json(node: Node) -> dict[str, Any]:
+    """Without its row, which is read again."""
+    data = {f.name: getattr(node, f.name) for f in fields(Node) if f.name != "row"}
     data["completions"] = [[asdict(c) for c in group] for group in node.completions]
-    data["children"] = [child and node_to_json(child, rows_by_id) for child in node.children]
-    data["baseline"] = node.baseline and node_to_json(node.baseline, rows_by_id)
+    data["children"] = [child and node_to_json(child) for child in node.children]
+    data["baseline"] = node.baseline and node_to_json(node.baseline)
     return data
 
 
-def node_from_json(data: dict[str, Any], rows: RowSource) -> Node:
-    data = dict(data)
-    data["row"] = dict(rows.data[data["row_id"]]) if data["row"] is None else data["row"]
+def node_from_json(data: Mapping[str, Any], row: dict[str, Any]) -> Node:
+    data = {**data, "row": row}
     data["path"] = tuple(data["path"])
     data["joint_actions"] = [tuple(action) for action in data["joint_actions"]]
     data["completions"] = [[Completion(**c) for c in group] for group in data["completions"]]
-    data["children"] = [child and node_from_json(child, rows) for child in data["children"]]
-    data["baseline"] = data["baseline"] and node_from_json(data["baseline"], rows)
+    data["children"] = [child and node_from_json(child, row) for child in data["children"]]
+    data["baseline"] = data["baseline"] and node_from_json(data["baseline"], row)
     return Node(**data)
 
 
-def _refuse(value: Any) -> Any:
-    raise ValueError(
-        f"a checkpoint cannot hold {type(value).__name__} ({value!r:.80}): rows of a stream and states of callbacks have to be "
-        "numbers, strings, lists and mappings"
-    )
+def buffer_from_json(state: Mapping[str, Any], rows: RowSource) -> list[Node]:
+    """Rows of the buffer are all of the running epoch: it is empty when an epoch ends."""
+    wanted = [data["row_id"] for data in state["buffer"]]
+    found = rows.fetch(state["counters"]["epoch"], wanted)
+    for row_id in wanted:
+        if row_id not in found:
+            raise CheckpointError(f"train_dataset has no row {row_id} any more: rows cannot change on resume")
+    return [node_from_json(data, found[data["row_id"]]) for data in state["buffer"]]
+
+
+def sample_to_json(sample: Sample) -> dict[str, Any]:
+    """Log-probs as lists: fp32 goes through JSON unchanged."""
+    values = {f.name: getattr(sample, f.name) for f in fields(sample)}
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def sample_from_json(data: Mapping[str, Any]) -> Sample:
+    values = dict(data)
+    for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs"):
+        if values[name] is not None:
+            values[name] = torch.tensor(values[name], dtype=torch.float32)
+    return Sample(**values)
