@@ -43,12 +43,12 @@ class Agent:
         self.name = name
         self.device = torch.device(device)
         self.compute_dtype = compute_dtype
-        self.model: PreTrainedModel = model.float().to(self.device).eval()  # type: ignore[arg-type]
+        self.model: PreTrainedModel = model.float().to(self.device).eval()
         self.tokenizer = tokenizer
         self.eos_ids = eos_token_ids(model, tokenizer)
         num_embeddings: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         self.pad_id = pad_token_id(tokenizer, self.eos_ids, num_embeddings)
-        self.context_length = int(model.config.get_text_config().max_position_embeddings)
+        self.context_length = context_length(model, tokenizer)
         self._sampler: PreTrainedModel | None = None
 
     def encode(self, prompt: Prompt, chat_template: str = "messages") -> list[int]:
@@ -92,7 +92,9 @@ class Agent:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion: special tokens (the final EOS among them) are left out."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
 
     @property
     def sampler(self) -> PreTrainedModel:
@@ -210,6 +212,12 @@ def token_logprobs(
     return torch.where(keep, logprobs, 0.0), torch.where(keep, entropies, 0.0)
 
 
+def context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens that prompt and answer may have together; models without learned positions say it in their tokenizer."""
+    positions = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    return int(positions if positions is not None else tokenizer.model_max_length)
+
+
 def row_entropy(logprobs: Tensor) -> Tensor:
     """Entropy in nats of each distribution: [C, V] -> [C]."""
     return -(logprobs.exp() * logprobs).sum(-1)
@@ -248,7 +256,8 @@ def check_model_config(model_config: dict[str, Any]) -> None:
             f"model_config: unknown key {unknown[0]!r}; known are {', '.join(MODEL_CONFIG_KEYS)} "
             "(what from_pretrained takes beside them goes into model_kwargs)"
         )
-    name = str(model_config.get("attn_implementation"))
+    nested = model_config.get("model_kwargs") or {}
+    name = str(model_config.get("attn_implementation", nested.get("attn_implementation")))
     if name.startswith("flash_attention"):
         if importlib.util.find_spec("flash_attn") is None:
             raise ValueError(
@@ -286,7 +295,7 @@ def add_special_tokens(
 ) -> None:
     """Add tokens and widen the embeddings to hold them; never shrinks (checkpoints are often padded wider)."""
     tokenizer.add_special_tokens(special_tokens)
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         model.resize_token_embeddings(len(tokenizer))
 
 

@@ -77,7 +77,7 @@ def write(target: Path, contents: Contents, limit: int | None = None) -> Path:
         if _disk_is_full(error):
             raise DiskFullError(
                 errno.ENOSPC,
-                f"no space for checkpoint {target} ({gigabytes(estimate_bytes(contents))} needed); older ones are "
+                f"no space for checkpoint {target} ({size_text(estimate_bytes(contents))} needed); older ones are "
                 "untouched. Free some, lower checkpoint_total_limit, or set checkpoint_full_disk: continue",
             ) from error
         raise
@@ -403,8 +403,8 @@ def estimate_bytes(contents: Contents) -> int:
     return sum(t.numel() * t.element_size() for t in tensors) + sum(len(data) for data in contents.files.values())
 
 
-def gigabytes(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
+def size_text(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 class Schedule:

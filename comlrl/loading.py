@@ -58,6 +58,8 @@ def check_team(
     given = {**(config.get("model_kwargs") or {}), **config}
     asked = given.get("dtype", given.get("torch_dtype"))
     precision = str(asked).removeprefix("torch.") if asked is not None and dtype == "auto" else dtype
+    if asked is not None and str(asked).removeprefix("torch.") != precision:
+        raise ValueError(f"model_config.dtype={asked!r} and args.dtype={dtype!r} differ; give one of the two")
     if precision not in ("auto", *DTYPES):
         raise ValueError(f"model_config.dtype={asked!r}: must be one of auto, {', '.join(DTYPES)}")
     places = [torch.device(name) for name in resolve_devices(devices, count)]
@@ -138,7 +140,8 @@ def load_references(agents: Sequence[Agent], devices: str | Sequence[str] | None
     places = [agent.device for agent in agents]
     if devices is not None:
         places = [torch.device(name) for name in resolve_devices(devices, len(agents), "reference_devices")]
-    return [frozen_copy(agent.model, agent.compute_dtype).to(place) for agent, place in zip(agents, places)]
+    copies: list[nn.Module] = [frozen_copy(agent.model, agent.compute_dtype) for agent in agents]
+    return [model.to(place) for model, place in zip(copies, places)]
 
 
 def resolve_devices(spec: str | Sequence[str] | None, count: int, key: str = "agent_devices") -> list[str]:

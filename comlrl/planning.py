@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from comlrl import embedded
+from comlrl.agents import hub_options
 from comlrl.loading import Member
 from comlrl.rollouts import TreeShape
 from comlrl.trainers.reinforce_config import MAGRPOConfig
@@ -18,7 +19,7 @@ def model_size(member: Member) -> tuple[int, PreTrainedConfig]:
     """Parameters and config of a model, from its config alone (tied weights once)."""
     if not isinstance(member.source, str):
         return sum(p.numel() for p in member.source.parameters()), member.source.config
-    config = AutoConfig.from_pretrained(embedded.resolve(member.source))
+    config = AutoConfig.from_pretrained(embedded.resolve(member.source), **hub_options(member.model_config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return sum(p.numel() for p in model.parameters()), config

@@ -4,5 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/setup.sh
-exec accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+# Ctrl-C and SIGTERM reach the worker, which saves before it ends.
+exec python launch/forward.py accelerate launch --quiet \
+    --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     train_magrpo.py --config configs/quickstart.yaml "$@"

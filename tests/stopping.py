@@ -21,7 +21,11 @@ def rows(count, prefix="x"):
 
 def reward(first, second):
     """Other for every pair of texts, so that nothing is ever exactly zero."""
-    return [sum(7 * ord(c) for c in a) % 11 - sum(3 * ord(c) for c in b) % 5 + 0.25 * len(a) for a, b in zip(first, second)]
+
+    def score(a, b):
+        return sum(7 * ord(c) for c in a) % 11 - sum(3 * ord(c) for c in b) % 5 + 0.25 * len(a)
+
+    return [score(a, b) for a, b in zip(first, second)]
 
 
 def feedback(agent_completions, num_agents):

@@ -251,7 +251,7 @@ class Case:
         )
 
 
-SAMPLED = {"cross": Case(LETTERS, 2, "cross"), "ending early": Case(WORDS, 2, threshold=0.6)}
+SAMPLED = {"cross": Case(LETTERS, 2, "cross"), "ending early": Case(WORDS, 2, threshold=0.55)}
 SAMPLED_FULL = {**SAMPLED, "aligned": Case(WORDS, 2), "three": Case(LETTERS, 3)}
 
 
@@ -359,8 +359,8 @@ class AllTrees(Rollouts):
 COINS = Game("a", 1, first_reward, second_reward)  # "", "a"
 ENUMERATED = {
     "aligned": Case(COINS, 2),
-    "ending early": Case(COINS, 2, threshold=0.4),
-    "one sample, ending early": Case(COINS, 1, threshold=0.4),
+    "ending early": Case(COINS, 2, threshold=0.55),
+    "one sample, ending early": Case(COINS, 1, threshold=0.55),
     "one turn, cross": Case(WORDS, 2, "cross", turns=1),
     "one turn, three": Case(COINS, 3, turns=1),
     "one turn, three, cross": Case(COINS, 3, "cross", turns=1),
@@ -394,7 +394,7 @@ def test_unbiased_modes_have_the_gradient_of_the_expected_return(name):
 def test_what_ending_early_estimates(game):
     """A node ends for all its samples, by their mean reward. What an answer does to its siblings that way is not
     credited to it: raw and greedy have the gradient that leaves this out."""
-    enumeration = Enumeration(game, Case(game, 2, threshold=0.4).trainer(), 0.4)
+    enumeration = Enumeration(game, Case(game, 2, threshold=0.55).trainer(), 0.4)
     expected = enumeration.gradient_with_siblings_fixed()
     for mode in ("raw", "greedy"):
         assert_close(enumeration.expected_gradient(mode), expected, relative=1e-5)

@@ -173,8 +173,8 @@ def test_a_dtype_is_what_is_computed_in_and_weights_stay_fp32(config):
     (agent,) = load_team(check("tiny", count=1, model_config=config))
     assert agent.compute_dtype == torch.bfloat16
     assert {p.dtype for p in agent.model.parameters()} == {torch.float32}
-    (other,) = check("tiny", count=1, model_config=config, dtype="float32")
-    assert other.compute_dtype == torch.float32
+    with pytest.raises(ValueError, match=r"args\.dtype='float32' differ"):
+        check("tiny", count=1, model_config=config, dtype="float32")
 
 
 def test_resolve_dtype():

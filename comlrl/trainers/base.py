@@ -376,6 +376,11 @@ class TeamTrainer(Checkpointing):
             raise ValueError(
                 f"train({unknown[0]}=...): only sampling settings can be given here ({', '.join(SAMPLING_OVERRIDES)})"
             )
+        if overrides.get("max_new_tokens", 0) > self.args.max_new_tokens:
+            raise ValueError(
+                f"train(max_new_tokens={overrides['max_new_tokens']}): above args.max_new_tokens="
+                f"{self.args.max_new_tokens}, which prompts were admitted for; raise the setting"
+            )
         return replace(self.sampling, **overrides)
 
     def planned_steps(self) -> int | None:

@@ -94,7 +94,7 @@ class Checkpointing:
         folder = checkpoint.find(path)
         contents = checkpoint.read(folder)
         notes = resume.restore(self, contents, folder.parent)  # type: ignore[arg-type]
-        self.resumed = contents.state
+        self.resumed = {**contents.state, "found_in": folder.parent}
         self.sequence = contents.state["sequence"]
         self.moment, self.saved_at = None, self.progress
         for engine in self.engines:
@@ -154,12 +154,12 @@ class Checkpointing:
         size += sum(len(data) for files in self.agent_files.values() for data in files.values())
         limit = self.args.checkpoint_total_limit
         run.note(
-            f"a checkpoint takes about {checkpoint.gigabytes(size)} and its buffers; "
+            f"a checkpoint takes about {checkpoint.size_text(size)} and its buffers; "
             f"{f'{limit} are kept' if limit else 'all are kept'} in {root}"
         )
         free = shutil.disk_usage(root).free
         if free < size * ((limit or 1) + 1):
-            run.note(f"warning: {checkpoint.gigabytes(free)} are free there, which will not do for long")
+            run.note(f"warning: {checkpoint.size_text(free)} are free there, which will not do for long")
 
     @contextmanager
     def saved_at_the_end(self, stop: StopSignal) -> Iterator[None]:
@@ -168,6 +168,7 @@ class Checkpointing:
             yield
         except Abandoned:
             self.save_last()
+            self.note(f"stopped by signal {stop.requested} after step {self.step}, {self.where_saved()}")
             self.close()
             stop.exit()
         except checkpoint.DiskFullError as error:
@@ -203,6 +204,11 @@ class Checkpointing:
             engine.clear()
         if self.checkpoint_dir is not None and self.moment is not None and self.saved_at != self.progress:
             self.save_numbered()
+
+    def where_saved(self) -> str:
+        if self.checkpoint_dir is None or self.saved_at != self.progress:
+            return "not saved"
+        return f"saved in {self.checkpoint_dir / f'checkpoint-{self.sequence}'}" if self.sequence else "nothing to save"
 
     def save_numbered(self) -> None:
         assert self.checkpoint_dir is not None
@@ -255,8 +261,7 @@ class Checkpointing:
         if self.resumed is None:
             return {}
         state = self.resumed
-        places = [Path(state["run_folder"]), *([self.checkpoint_dir.parent] if self.checkpoint_dir is not None else [])]
-        for place in places:
+        for place in (Path(state["run_folder"]), state["found_in"].parent):  # it may have been moved
             if run_id(place) == state["run_id"]:
                 return {"resume_folder": place, "resume_step": self.step, "resume_sizes": state["record_sizes"]}
         return {"previous": {"id": state["run_id"], "wandb": state["wandb"]}}
