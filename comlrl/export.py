@@ -3,8 +3,8 @@
     python -m comlrl.export runs/quickstart/checkpoints/checkpoint-3 out
     python -m comlrl.export runs/quickstart out          # the newest good checkpoint of a run
 
-`out/agent_i/` then has weights (fp32), config, generation config and tokenizer, for `from_pretrained` and for `model:` of
-the training scripts. Nothing but the checkpoint is needed, except for models whose code is on the hub: give
+`out/agent_i/` then has weights (fp32), config, generation config and tokenizer, for `from_pretrained` and for `model:`
+of the training scripts. Nothing but the checkpoint is needed, except for models whose code is on the hub: give
 --trust-remote-code for them.
 """
 

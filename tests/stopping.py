@@ -19,7 +19,7 @@ def rows(count, prefix="x"):
     return [{"prompt": "abcdefg"[i % 7] * (1 + i % 3), "n": i} for i in range(count)]
 
 
-def reward(first, second):
+def reward(first, second, *others):
     """Other for every pair of texts, so that nothing is ever exactly zero."""
 
     def score(a, b):

@@ -144,7 +144,7 @@ def test_several_turns_are_scored_by_their_return(tmp_path):
     row = report(folder, "--samples", "3")["table"][1]
     metrics = trainer.evaluate()
     assert row["return greedy"] == metrics["eval/return_mean"]
-    assert row["return sampled"] == metrics["eval/sampled/return_mean"] > metrics["eval/sampled/reward_mean"]
+    assert row["return sampled"] == metrics["eval/sampled/return_mean"] != metrics["eval/sampled/reward_mean"]
     assert row["best of 3"] == metrics["eval/sampled/best_of_k"]
     lengths = [metrics[f"eval/sampled/agent_1/turn_{turn}/characters"] for turn in (1, 2)]
     assert lengths[0] != lengths[1]

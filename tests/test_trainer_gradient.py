@@ -55,7 +55,7 @@ def say(*texts):
     for text in texts:
         ids = [EOS if letter == "." else LETTERS.index(letter) for letter in text]
         reason = "eos" if text.endswith(".") else "length"
-        completions.append(Completion(ids, text.rstrip("."), [-0.5 - 0.1 * i for i in range(len(ids))], reason))
+        completions.append(Completion(ids, text.rstrip("."), [-2.2 - 0.3 * i for i in range(len(ids))], reason))
     return completions
 
 

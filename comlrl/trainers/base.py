@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ import torch
 from comlrl import credit
 from comlrl.agents import Agent
 from comlrl.checkpoint import model_tensors, tensors_hash
-from comlrl.config import escape
+from comlrl.config import escape, to_dict
 from comlrl.data import RowSource
 from comlrl.engine import Engine, OptimizerSettings
 from comlrl.evaluation import Evaluation, evaluate_team
 from comlrl.generation import Sampling
-from comlrl.loading import build_formatters, check_team, load_references, load_team
+from comlrl.loading import build_formatters, check_team, load_references, load_team, resolve_devices
 from comlrl.memory import Limit
 from comlrl.placement import AgentPool, check_parallel_training
 from comlrl.planning import plan_text
@@ -107,6 +107,7 @@ class TeamTrainer(Checkpointing):
                 "(the trained log-probs are those of the whole distribution); the kept mass is logged",
                 stacklevel=2,
             )
+        self.temperature = args.temperature  # of the trained log-probs: that of sampling
         self.trackers, self.wandb_config = list(trackers), wandb_config
         check_trackers(self.trackers, wandb_config)
         self.formatters = build_formatters(formatters, self.team.num_roles)
@@ -118,6 +119,7 @@ class TeamTrainer(Checkpointing):
         self.members = check_team(
             agent_model, agents, self.num_models(), tokenizer, model_config, args.agent_devices, args.dtype
         )
+        resolve_devices(args.reference_devices, self.num_models(), "reference_devices")
         self.run: Run | None = None
         self.run_config = run_config or {}
         output = ((wandb_config or {}).get("config_sections") or {}).get("output") or {}
@@ -290,7 +292,7 @@ class TeamTrainer(Checkpointing):
                 self.args.output_dir,
                 self.run_name,
                 # A script's settings are written so that `--config` and `python -m comlrl.evaluate` read them back.
-                escape({**(self.run_config or {"trainer": type(self).__name__}), "args": asdict(self.args)}),
+                escape({**(self.run_config or {"trainer": type(self).__name__}), "args": to_dict(self.args)}),
                 seed=self.args.seed,
                 trackers=self.trackers,
                 wandb=self.wandb_config,
@@ -381,6 +383,7 @@ class TeamTrainer(Checkpointing):
                 f"train(max_new_tokens={overrides['max_new_tokens']}): above args.max_new_tokens="
                 f"{self.args.max_new_tokens}, which prompts were admitted for; raise the setting"
             )
+        replace(self.args, **overrides)  # refuses values out of range
         return replace(self.sampling, **overrides)
 
     def planned_steps(self) -> int | None:

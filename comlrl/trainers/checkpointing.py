@@ -186,6 +186,7 @@ class Checkpointing:
         """Inside, nothing of the trainer changes: a signal may end it at any time, and then it has not been."""
         with stop.abandonable():
             yield
+        self.drain_incidents()
         self.moment = None
 
     def save_if_due(self) -> None:

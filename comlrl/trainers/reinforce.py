@@ -72,6 +72,7 @@ class MAGRPOTrainer(TeamTrainer):
             overrides: sampling settings while training: max_new_tokens, temperature, top_p, top_k.
         """
         sampling = self.sampling_with(overrides)
+        self.temperature = sampling.temperature
         self.start(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit)
         with StopSignal() as stop, self.saved_at_the_end(stop):
             self.loop(sampling, stop)
@@ -248,11 +249,11 @@ class MAGRPOTrainer(TeamTrainer):
         flat = [sample for group in groups for sample in group]
         in_return = args.reference_kl_enabled and args.reference_kl_in == "return"
         if several_steps or in_return or args.sampler_ratio_cap is not None:
-            old = frozen_logprobs(flat, policy, policy.model, args.temperature, budget)
+            old = frozen_logprobs(flat, policy, policy.model, self.temperature, budget)
             for sample in flat:
                 sample.old_logprobs = old[id(sample)]
         if args.reference_kl_enabled:
-            frozen = frozen_logprobs(flat, policy, self.references[agent], args.temperature, budget)
+            frozen = frozen_logprobs(flat, policy, self.references[agent], self.temperature, budget)
             for sample in flat:
                 sample.reference_logprobs = frozen[id(sample)]
 
@@ -306,7 +307,7 @@ class MAGRPOTrainer(TeamTrainer):
         meter = TokenMeter(index)
         for batch in micro_batches(active, agent, budget):
             entropy = "gradient" if args.entropy_coef else "value"
-            logprobs, entropies = batch.logprobs(agent, agent.model, args.temperature, entropy)
+            logprobs, entropies = batch.logprobs(agent, agent.model, self.temperature, entropy)
             if batch.samples[0].old_logprobs is None:
                 old = logprobs.detach()
             else:

@@ -1,6 +1,7 @@
 """Settings of the REINFORCE family. Every key is one field; `train_magrpo.py --help` prints them."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 from comlrl.config import option
 from comlrl.credit import ADVANTAGE_MODES
@@ -120,6 +121,9 @@ class MAGRPOConfig:
         self._choose("nonfinite", ("raise", "skip"))
         self._choose("reward_on_error", ("raise", "skip"))
         self._choose("checkpoint_full_disk", ("stop", "continue"))
+        for item in fields(self):
+            value = getattr(self, item.name)
+            self._require(item.name, not isinstance(value, float) or math.isfinite(value), "a finite number")
         at_least_one = (
             "num_train_epochs num_agents num_generations max_new_tokens max_tree_nodes generation_batch_rows "
             "rollout_buffer_size epochs_per_rollout micro_batch_tokens eval_batch_size logging_steps"
@@ -150,6 +154,8 @@ class MAGRPOConfig:
                 f"num_generations=1: advantage_mode={self.advantage_mode!r} compares the samples of a group, so at "
                 "least 2 are needed; raise num_generations, or use advantage_mode raw or greedy"
             )
+        if self.checkpoint_best_metric is not None and not self.eval_interval:
+            raise ValueError("checkpoint_best_metric needs evaluations; set eval_interval above 0")
         if self.advantage_normalization and self.num_generations < 2:
             raise ValueError("advantage_normalization needs num_generations of at least 2; set it to false")
 
