@@ -216,7 +216,6 @@ class TeamTrainer(Checkpointing):
             )
             run.log_completions([{"step": self.step, **record} for record in evaluation.records])
             self.compare_with_best(evaluation.metrics)
-        self.drain_incidents()
 
     def record_rollout(self, roots: list[Node], stats: RolloutStats) -> None:
         self.rollout += 1
@@ -225,7 +224,6 @@ class TeamTrainer(Checkpointing):
             for key, value in rollout_metrics(roots, stats, len(self.agents)).items():
                 summed = key.startswith(("time/", "rollout/")) and key in self.pending
                 self.pending[key] = self.pending[key] + value if summed else value
-        self.drain_incidents()
 
     def record_completions(self, roots: list[Node]) -> None:
         """Written when a buffer is learned from, with that step: a resumed run has each sample once."""
