@@ -1,4 +1,4 @@
-"""Run a launcher, pass signals on to the workers that it starts, and wait until all have ended.
+"""Run a launcher, pass SIGTERM and SIGINT on to the workers that it starts, and wait until all have ended.
 
     python launch/forward.py accelerate launch train_magrpo.py --config configs/quickstart.yaml
 
@@ -19,7 +19,7 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 SECONDS_BETWEEN_LOOKS = 0.5
-GRACE_SECONDS = 10.0  # for what is left of the session when all workers have ended
+GRACE_SECONDS = 5.0  # for what is left of the session when all workers have ended
 
 
 def main(command: list[str]) -> int:
@@ -27,12 +27,14 @@ def main(command: list[str]) -> int:
     awake = threading.Event()
 
     def receive(number: int, frame: object) -> None:
-        signals.append(number)
+        # A terminal that was closed is no reason to lose a step.
+        signals.append(signal.SIGTERM if number == signal.SIGHUP else number)
         awake.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # of nohup
-            signal.signal(number, receive)
+    signal.signal(signal.SIGTERM, receive)
+    signal.signal(signal.SIGINT, receive)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, receive)
     launcher = psutil.Popen(command, start_new_session=True, preexec_fn=end_with_parent)
     workers: dict[int, psutil.Process] = {}
     told: dict[int, int] = {}  # how many of the signals each worker got
