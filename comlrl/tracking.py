@@ -63,10 +63,10 @@ def say(text: str) -> None:
 class Progress:
     """A bar in a terminal, else a line every ten seconds, so that the log of a batch job stays short."""
 
-    def __init__(self, total: int | None, done: int):
-        self.total, self.done = total, done
+    def __init__(self, total: int | None, done: int, start: float):
+        """`start`: when the first of the steps after `done` began, by time.monotonic()."""
+        self.total, self.done, self.start = total, done, start
         self.step, self.shown = done, ""
-        self.start = time.monotonic()
         self.last_line: float | None = None
         self.printed_step: int | None = None
         self.bar: tqdm | None = None
@@ -89,7 +89,7 @@ class Progress:
     def print_line(self) -> None:
         line = tqdm.format_meter(
             n=self.step,
-            total=self.total,
+            total=self.total,  # type: ignore[arg-type]  # None: unknown
             elapsed=time.monotonic() - self.start,
             unit="step",
             postfix=self.shown,
@@ -168,6 +168,7 @@ class Run:
         self._logging_steps = logging_steps
         self._resume_step = resume_step or 0
         self._progress: Progress | None = None
+        self._opened = time.monotonic()
         # Since the trackers' last train log: each key's sum and number of steps.
         self._sums: dict[str, tuple[float, int]] = {}
         self._last_sent: int | None = None  # env_step of that log
@@ -367,7 +368,7 @@ class Run:
             say(f"evaluation at step {step}: " + (", ".join(means) or f"{len(values)} metrics"))
             return
         if self._progress is None:
-            self._progress = Progress(self.total_steps, self._resume_step)
+            self._progress = Progress(self.total_steps, self._resume_step, self._opened)
         reward = values.get("reward_mean")
         self._progress.update(step, "" if reward is None else f"reward={reward:.4g}")
 

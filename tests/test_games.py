@@ -11,11 +11,11 @@ from comlrl.trainers import REINFORCE_ALGORITHMS
 
 # Few rows and many samples: a group has to hold some matching pair of letters, which is one in four at first.
 GAMES = {
-    "pairing": {"rows": 2, "optimum": 1.0, "num_generations": 32, "max_steps": 70},
-    "two_turn": {"rows": 1, "optimum": 2.0, "num_generations": 12, "max_steps": 100},
+    "pairing": {"rows": 2, "optimum": 1.0, "num_generations": 32, "max_steps": 70, "learning_rate": 3e-3},
+    "two_turn": {"rows": 1, "optimum": 2.0, "num_generations": 10, "max_steps": 75, "learning_rate": 5e-3},
 }
 # The greedy answer is the baseline itself, so while it is right, only the others move the weights.
-STEPS = {("pairing", "maremax"): 100}
+STEPS = {("pairing", "maremax"): 100, ("two_turn", "maremax"): 110}
 ALGORITHMS = ["mareinforce", "magrpo", "marloo", "maremax"]
 
 
@@ -30,7 +30,7 @@ def build(game, algorithm, seed=0):
         max_new_tokens=1,
         rollout_buffer_size=choices["rows"],
         train_batch_size=1000,  # whole trees, one step a rollout
-        agent_learning_rate=3e-3,
+        agent_learning_rate=choices["learning_rate"],
         entropy_coef=0.01,
         num_train_epochs=1000,
         max_steps=STEPS.get((game, algorithm), choices["max_steps"]),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from stopping import assert_same_run, build, interrupted, lines_of, reward, rows, state_of
 from tiny_team import build_model, build_tokenizer
+from torture import torture
 from transformers import AutoTokenizer
 
 from comlrl import checkpoint, embedded
@@ -539,3 +540,10 @@ def test_half_a_stateful_callback_is_refused():
         build(reward_func=Half())
     with pytest.raises(ValueError, match="reward_0 has a state_dict, but with reward_timeout"):
         build(reward_func=Noisy(), reward_timeout=10.0)
+
+
+@pytest.mark.full
+def test_kill_9_at_random_moments(tmp_path):
+    """TORTURE_KILLS=20 is the long form: `python -m tests.torture` prints what happens."""
+    kills = int(os.environ.get("TORTURE_KILLS", "3"))
+    assert len(torture(tmp_path / "torture", kills, seed=1)) == kills

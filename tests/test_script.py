@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import train_magrpo
+from comlrl.config import load_object
 from comlrl.evaluate import main as evaluate
 
 ROOT = Path(__file__).parent.parent
@@ -114,7 +115,7 @@ def test_the_readmes_reward_runs_as_pasted(tmp_path, monkeypatch):
     assert lines(run, "train")[0]["reward_mean"] > 0
 
 
-TASK = '''
+TASK = """
 from comlrl.tasks import Task
 
 def score(row, texts):
@@ -126,7 +127,7 @@ def longest(num_agents=2, letter="a"):
 
 def zero(c1, c2):
     return [0.5] * len(c1)
-'''
+"""
 
 
 @pytest.mark.parametrize("algorithm", ["magrpo", "mareinforce", "marloo", "maremax", "centralized_magrpo"])
@@ -145,3 +146,37 @@ def test_a_task_of_ones_own_with_every_algorithm(tmp_path, monkeypatch, algorith
         assert 0.5 <= line["reward_mean"] <= 2.5
     evaluate([str(run), "--samples", "2"])
     assert (run / "evaluation.json").exists()
+
+
+def apply_diff(lines, diff):
+    """The patched lines: what is added follows the context line before it, or stands before the first one."""
+    result, added, rest = [], [], iter(lines)
+    for change in diff:
+        sign, text = change[:1], change[1:]
+        if sign == "+":
+            (result if result else added).append(text)
+            continue
+        for line in rest:
+            if line == text:
+                break
+            result.append(line)
+        else:
+            pytest.fail(f"not in the script: {text!r}")
+        result += [*added, *([] if sign == "-" else [text])]
+        added = []
+    return [*result, *rest]
+
+
+def test_the_readmes_fork_runs(tmp_path, monkeypatch):
+    """A copied script with one method of its own, in about ten lines; what its loss logs is in the records."""
+    monkeypatch.chdir(tmp_path)
+    diff = readme_block("diff", "class WideClip").splitlines()
+    script = (ROOT / "train_magrpo.py").read_text().splitlines()
+    assert sum(line.startswith("+") for line in diff) <= 15
+    Path("train_wide.py").write_text("\n".join(apply_diff(script, diff)))
+    smoke = str(ROOT / "configs/smoke.yaml")
+    words = ["args.max_steps=1", "args.num_generations=4", "args.eval_interval=0"]
+    load_object("train_wide.py:main", "script")(["--config", smoke, *words])
+    (line,) = lines(Path("runs/smoke"), "train")
+    assert line["agent_0/turn_1/ratio"] == pytest.approx(1)
+    assert "agent_0/turn_1/clip_fraction" not in line

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pty
+import select
 import shutil
 import subprocess
 import sys
@@ -436,7 +437,10 @@ def test_progress_in_a_terminal_is_a_bar_that_notes_do_not_break(tmp_path, monke
         run.note("sample 3 failed: \udcff")
         run.log({"reward_mean": 0.75}, step=4, env_step=4, epoch=0)
         run.close()
-        drawn = os.read(terminal, 65536).decode()
+        drawn = b""
+        while select.select([terminal], [], [], 0.5)[0]:  # a terminal hands out what it has in several pieces
+            drawn += os.read(terminal, 65536)
+        drawn = drawn.decode()
     os.close(terminal)
     assert "4/4" in drawn
     assert "reward=0.75" in drawn

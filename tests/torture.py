@@ -1,10 +1,10 @@
 """`kill -9` at random moments: each time `--resume auto` must reach what the undisturbed run reaches, bit for bit.
 
-    python tests/torture.py --kills 20 --seed 0
+    python -m tests.torture --kills 20 --seed 0
 
-One undisturbed run of train_magrpo.py; then, for every kill, a run that is killed and a second process that goes on from
-what it finds. Every other kill waits for a checkpoint that is being written. Compared are the final weights, the moments
-of AdamW, every line of metrics.jsonl (without times) and every completion.
+One undisturbed run of train_magrpo.py; then, for every kill, a run that is killed and a second process that goes on
+from what it finds. Every other kill waits for a checkpoint that is being written. Compared are the final weights, the
+moments of AdamW, every line of metrics.jsonl (without times) and every completion.
 """
 
 import argparse
@@ -18,17 +18,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 from comlrl import checkpoint
 
+ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = [
     *("model=tiny", "task=length_ratio", "args.run_name=run", "args.dtype=float32"),
     *("args.num_turns=2", "args.num_generations=2", "args.max_new_tokens=12", "args.rollout_buffer_size=3"),
-    *("args.train_batch_size=4", "args.rows_per_rollout=2", "args.num_train_epochs=100", "args.max_steps=60"),
-    *("args.agent_learning_rate=1e-3", "args.reference_kl_enabled=true", "args.eval_interval=20"),
-    *("args.checkpoint_steps=3", "args.checkpoint_total_limit=2", "args.logging_steps=1", "args.eval_num_samples=2"),
+    *("args.train_batch_size=4", "args.rows_per_rollout=2", "args.num_train_epochs=100", "args.max_steps=36"),
+    *("args.agent_learning_rate=1e-3", "args.reference_kl_enabled=true", "args.eval_interval=12"),
+    *("args.checkpoint_steps=2", "args.checkpoint_total_limit=2", "args.logging_steps=1", "args.eval_num_samples=2"),
 ]
 
 
@@ -80,8 +78,9 @@ def result(folder: Path) -> dict:
 
 
 def kill(process: subprocess.Popen, folder: Path, aim: str, chance: random.Random, duration: float) -> None:
-    """At a random part of the run's usual duration; or when the first checkpoint after that is being written."""
-    time.sleep(chance.uniform(0, duration))
+    """At a random moment of the run's usual duration, its first part left out (Python's imports); or when the first
+    checkpoint after that is being written."""
+    time.sleep(chance.uniform(0.2, 1.0 if aim == "any moment" else 0.7) * duration)
     if aim == "while saving":
         while process.poll() is None and not list(folder.glob("runs/*/checkpoints/.*")):
             time.sleep(0.0005)
