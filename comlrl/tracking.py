@@ -289,12 +289,12 @@ class Run:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the record files so far, all on the disk: where a resume from this moment goes on."""
-        self._require_open()
         sizes = {}
-        for name, stream in (("metrics", self._metrics), ("completions", self._completions)):
-            stream.flush()
-            os.fsync(stream.fileno())
-            sizes[name] = os.fstat(stream.fileno()).st_size
+        for stream in (self._metrics, self._completions):
+            if not stream.closed:
+                stream.flush()
+                os.fsync(stream.fileno())
+            sizes[Path(stream.name).stem] = Path(stream.name).stat().st_size
         return sizes
 
     def wandb_state(self) -> dict[str, Any] | None:
@@ -336,6 +336,10 @@ class Run:
             raise ValueError(f"resume_folder={str(self._folder)!r} is not a run's folder: it has no run.json")
         self._state = json.loads(path.read_text(encoding="utf-8"))
         names = ("metrics", "completions")
+        for name in names:
+            file = self._folder / f"{name}.jsonl"
+            if (file.stat().st_size if file.exists() else 0) < sizes.get(name, 0):
+                self.note(f"{file.name} is shorter than it was at the checkpoint: lines are missing")
         dropped = [truncate_lines(self._folder / f"{name}.jsonl", resume_step, sizes.get(name)) for name in names]
         if (self._folder / "metrics.jsonl").exists():
             self._tracker_step = max((line["env_step"] for line in read_metrics(self._folder)), default=0)

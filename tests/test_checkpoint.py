@@ -480,6 +480,8 @@ def test_save_and_load_by_hand(tmp_path):
     assert folder == str(tmp_path / "mine")
     assert read_checkpoint_metadata(folder)["step"] == 2
     trainer.save_checkpoint(folder)  # replaces it
+    trainer.close()
+    trainer.save_checkpoint(folder)
     other = build(seeds=(5, 6), output_dir=str(tmp_path))
     other.load_checkpoint(Path(folder) / "state.json")
     for name, tensor in state_of(trainer).items():

@@ -248,6 +248,14 @@ def test_the_run_folder_goes_on_wherever_it_is(tmp_path):
     assert [line["step"] for line in lines_of("moved/run", "metrics")] == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
 
 
+def test_lost_lines_are_noticed():
+    interrupted(build(output_dir="b"), "gradients", 4, "b/ck")
+    path = Path("b/run/metrics.jsonl")
+    path.write_bytes(path.read_bytes().partition(b"\n")[2])
+    build(output_dir="b").train(resume_from_checkpoint="b/ck")
+    assert "metrics.jsonl is shorter than it was at the checkpoint" in Path("b/run/log.txt").read_text()
+
+
 def test_without_its_folder_the_run_keeps_its_id(tmp_path):
     first = interrupted(build(), "gradients", 4, "ck")
     (tmp_path / "runs" / "run" / "run.json").unlink()
