@@ -276,7 +276,7 @@ def check_sampled(case, groups, trees, modes=ADVANTAGE_MODES, seed=0):
         for agent in range(2):
             gradients = torch.stack([flat[agent] for flat in drawn])
             error = gradients.std(0) / groups**0.5
-            live = error > 1e-5 * error.max()  # others have no gradient but rounding, such as the keys' bias
+            live = error > 1e-3 * error.max()  # of the others rounding is no small part
             distance = (gradients.mean(0) - expected[agent]).abs()
             assert (distance[~live] < 1e-5).all()
             assert (distance / error)[live].max() < 4, (mode, agent)
@@ -294,7 +294,7 @@ def test_sampled_trees_that_end_early_have_the_expected_gradient():
 @pytest.mark.full
 @pytest.mark.parametrize("name", SAMPLED)
 def test_many_sampled_trees_have_the_expected_gradient(name):
-    check_sampled(SAMPLED[name], groups=60, trees=150, seed=1)
+    check_sampled(SAMPLED[name], groups=60, trees=60, seed=2)
 
 
 # ---- all trees -------------------------------------------------------------------------------------
