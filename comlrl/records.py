@@ -98,7 +98,10 @@ def create_folder(root: str | os.PathLike, name: str) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write through a temporary file, so that a killed process never leaves half a file."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
     os.replace(temporary, path)
 
 

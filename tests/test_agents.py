@@ -92,7 +92,7 @@ def test_two_processes_may_make_the_cache_at_once(tmp_path, monkeypatch):
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["tiny-v1"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f"tiny-{embedded.FORMAT}"]
 
 
 def test_a_process_that_comes_second_takes_the_folder_of_the_first(tmp_path, monkeypatch):
@@ -107,8 +107,10 @@ def test_a_process_that_comes_second_takes_the_folder_of_the_first(tmp_path, mon
     embedded.folder("tiny")
     embedded.build_tiny(tmp_path / "first", seed=5)
     names = [path.name for path in (tmp_path / "cache").iterdir()]
-    assert names == ["tiny-v1"]
-    weights = [folder / "model.safetensors" for folder in (tmp_path / "cache" / "tiny-v1", tmp_path / "first")]
+    assert names == [f"tiny-{embedded.FORMAT}"]
+    weights = [
+        folder / "model.safetensors" for folder in (tmp_path / "cache" / f"tiny-{embedded.FORMAT}", tmp_path / "first")
+    ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 

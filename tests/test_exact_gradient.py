@@ -275,12 +275,10 @@ def check_sampled(case, groups, trees, modes=ADVANTAGE_MODES, seed=0):
         drawn = [trainer.gradient_of(roots[g * trees : (g + 1) * trees])[0] for g in range(groups)]
         for agent in range(2):
             gradients = torch.stack([flat[agent] for flat in drawn])
-            error = gradients.std(0) / groups**0.5
-            live = error > 1e-3 * error.max()  # of the others rounding is no small part
+            error = gradients.std(0) / groups**0.5 + 1e-6 * gradients.abs().max()  # sampling, and rounding
             distance = (gradients.mean(0) - expected[agent]).abs()
-            assert (distance[~live] < 1e-5).all()
-            assert (distance / error)[live].max() < 4, (mode, agent)
-            assert (expected[agent].abs() / error)[live].max() > 4, (mode, agent)  # enough trees to tell from 0
+            assert (distance / error).max() < 4, (mode, agent)
+            assert (expected[agent].abs() / error).max() > 4, (mode, agent)  # enough trees to tell from 0
 
 
 def test_sampled_trees_of_cross_joint_actions_have_the_expected_gradient():

@@ -8,6 +8,7 @@ import torch
 from stopping import build, interrupted, lines_of, reward, state_of
 
 from comlrl.memory import Limit
+from comlrl.placement import AgentPool
 
 
 def log_of(trainer):
@@ -113,6 +114,32 @@ def test_any_forward_may_fail(at):
     trainer.train()
     assert [model.failures for model in broken.values()] == [1, 1]
     assert_close(undisturbed(**changes), trainer)
+
+
+def test_agents_in_threads_start_anew_together():
+    """One agent runs out of memory while the other, on its own device, is at work."""
+    trainer = build(output_dir="b")
+    trainer.pool = trainer.rollouts.pool = AgentPool("mp", [torch.device("cpu", 0), torch.device("cpu", 1)])
+    generating = OutOfMemory(trainer.agents[0].model, rows=3)
+    learning = OutOfMemory(trainer.agents[1].model, rows=4, learning=True)
+    trainer.train()
+    assert generating.failures == 1
+    assert learning.failures >= 1
+    assert_close(undisturbed(), trainer)
+
+
+def test_a_pool_waits_for_all_before_it_fails():
+    ended = []
+
+    def work(index):
+        if index == 0:
+            raise RuntimeError("first")
+        time.sleep(0.2)
+        ended.append(index)
+
+    with pytest.raises(RuntimeError, match="first"):
+        AgentPool("mp", [torch.device("cpu", 0), torch.device("cpu", 1)]).map(work, 2)
+    assert ended == [1]
 
 
 def test_the_smaller_micro_batch_is_used_and_saved():

@@ -14,6 +14,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+import wandb
 from stopping import assert_same_run, build, interrupted, lines_of, reward, rows, state_of
 from tiny_team import build_model, build_tokenizer
 from torture import torture
@@ -322,6 +323,8 @@ def test_tutorial_two_epochs_then_two_more_and_one_wandb_run(tiny):
 
     first = build_program(num_train_epochs=2, wandb_config={"project": "p", "name": "n"})
     first.train(checkpoint_dir="ckpt")
+    first.save_model("out")
+    assert wandb.run.id == first.run.wandb_state()["id"]  # nothing but close() ends it
     first.close()
     meta = read_checkpoint_metadata("ckpt/checkpoint-2")
     assert meta["wandb"]["id"] == first.run.wandb_state()["id"]

@@ -322,6 +322,9 @@ def no_wandb_account(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb-config"))
     monkeypatch.setenv("WANDB_SILENT", "true")
+    import wandb
+
+    wandb.teardown()  # what an earlier test of this process made it remember
 
 
 def test_wandb_without_an_account_is_offline_resumable_and_not_closed_by_us(tmp_path, no_wandb_account, capsys):

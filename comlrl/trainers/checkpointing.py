@@ -69,7 +69,7 @@ class Checkpointing:
         self.checkpoint_dir: Path | None = None
         self.resumed: dict[str, Any] | None = None  # state of the checkpoint that was loaded
         self.resume_notes: list[str] = []  # what has changed since, for the log
-        resume.stateful_callbacks(self)  # type: ignore[arg-type]
+        resume.stateful_callbacks(self)
 
     # ---- the published methods --------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Checkpointing:
             raise ValueError(f"{target} holds other files than a checkpoint; give another folder")
         self.open_run()
         self.sequence += 1
-        return str(checkpoint.write(target, resume.gather(self, self.sequence)))  # type: ignore[arg-type]
+        return str(checkpoint.write(target, resume.gather(self, self.sequence)))
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Put the state of a checkpoint back: the next `train` goes on from it.
@@ -93,7 +93,7 @@ class Checkpointing:
         """
         folder = checkpoint.find(path)
         contents = checkpoint.read(folder)
-        notes = resume.restore(self, contents, folder.parent)  # type: ignore[arg-type]
+        notes = resume.restore(self, contents, folder.parent)
         self.resumed = {**contents.state, "found_in": folder.parent}
         self.sequence = contents.state["sequence"]
         self.moment, self.saved_at = None, self.progress
@@ -129,7 +129,7 @@ class Checkpointing:
         )
         if self.checkpoint_dir is not None:
             self.announce_size(self.checkpoint_dir, run)
-            for name, state in resume.take_moment(self)["callbacks"].items():  # type: ignore[arg-type]
+            for name, state in resume.take_moment(self)["callbacks"].items():
                 encode(state, {}, name)  # refuse now what cannot be saved
         if self.resumed is not None and "rng" in self.resumed:
             checkpoint.set_rng_state(self.resumed.pop("rng"))  # last: what came before may have drawn
@@ -147,7 +147,7 @@ class Checkpointing:
         checkpoint.settle(root)
         # Newer ones than that which was loaded stay until the limit takes them: torn ones, or another branch.
         self.sequence = max([self.sequence, *map(checkpoint.sequence_of, checkpoint.numbered(root))])
-        resume.save_references(self, root)  # type: ignore[arg-type]
+        resume.save_references(self, root)
 
     def announce_size(self, root: Path, run: Run) -> None:
         size = sum(resume.checkpoint_bytes(agent.model) for agent in self.agents)
@@ -221,7 +221,7 @@ class Checkpointing:
         """On a full disk the last good checkpoint stays; whether training goes on is a setting."""
         started = time.perf_counter()
         try:
-            checkpoint.write(target, resume.gather(self, self.sequence), limit)  # type: ignore[arg-type]
+            checkpoint.write(target, resume.gather(self, self.sequence), limit)
         except checkpoint.DiskFullError as error:
             if self.args.checkpoint_full_disk == "stop":
                 raise

@@ -29,7 +29,7 @@ from comlrl.rollouts import Node
 from comlrl.version import __version__
 
 if TYPE_CHECKING:
-    from comlrl.trainers.base import TeamTrainer
+    from comlrl.trainers.checkpointing import Checkpointing
 
 # Settings that decide what the run is. Every other one may change on resume, and the change is logged.
 FIXED_SETTINGS = (
@@ -47,7 +47,7 @@ HASHED_ROWS = 20_000  # of a longer dataset, rows at even distances: a resume ha
 CALLBACKS = "callbacks.safetensors"
 
 
-def gather(trainer: "TeamTrainer", sequence: int) -> Contents:
+def gather(trainer: "Checkpointing", sequence: int) -> Contents:
     """Everything that the rest of the run depends on, as it is between two pieces of work."""
     assert trainer.run is not None
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -96,7 +96,7 @@ def gather(trainer: "TeamTrainer", sequence: int) -> Contents:
     return Contents(state, tensors, files)
 
 
-def take_moment(trainer: "TeamTrainer") -> dict[str, Any]:
+def take_moment(trainer: "Checkpointing") -> dict[str, Any]:
     """What a piece of work changes before it is done: a rollout draws random numbers and calls rewards.
 
     Taken before each piece, so that the state before it can be saved when it is given up.
@@ -109,7 +109,7 @@ def take_moment(trainer: "TeamTrainer") -> dict[str, Any]:
     return {"rng": checkpoint.rng_state(), "callbacks": states, "reward_counters": dict(trainer.rewards.counters)}
 
 
-def restore(trainer: "TeamTrainer", contents: Contents, root: Path) -> list[str]:
+def restore(trainer: "Checkpointing", contents: Contents, root: Path) -> list[str]:
     """Put the state back, but for the random numbers; returns lines about what has changed.
 
     Everything is checked and read before anything is touched. `root`: the folder of the checkpoint.
@@ -145,7 +145,7 @@ def restore(trainer: "TeamTrainer", contents: Contents, root: Path) -> list[str]
 # ---- what may change, and what may not ------------------------------------------------------------------------------
 
 
-def check(trainer: "TeamTrainer", contents: Contents) -> list[str]:
+def check(trainer: "Checkpointing", contents: Contents) -> list[str]:
     """Refuse, by name, what cannot go on; list the settings that differ."""
     state, saved = contents.state, contents.state["settings"]
     own = json.loads(json.dumps(to_dict(trainer.args)))
@@ -189,7 +189,7 @@ def check_agent(agent: Agent, saved: Mapping[str, Any], own_files: Mapping[str, 
         raise CheckpointError(f"{agent.name}: {name.removeprefix('exp_avg.')} is trained only {place}")
 
 
-def check_rows(trainer: "TeamTrainer", saved: Mapping[str, Any]) -> None:
+def check_rows(trainer: "Checkpointing", saved: Mapping[str, Any]) -> None:
     if saved["rows"] != len(trainer.rows):
         raise CheckpointError(
             f"train_dataset had {saved['rows']} rows and has {len(trainer.rows)}: rows cannot change on resume"
@@ -235,7 +235,7 @@ def reference_path(root: Path, name: str, digest: str) -> Path:
     return root / "references" / f"{name}-{digest[:16]}.safetensors"
 
 
-def save_references(trainer: "TeamTrainer", root: Path) -> None:
+def save_references(trainer: "Checkpointing", root: Path) -> None:
     """References of agents given as loaded modules have no name to load them from: kept once a run."""
     for member, model, digest in zip(trainer.members, trainer.references, trainer.reference_hashes):
         path = reference_path(root, member.name, digest)
@@ -247,7 +247,9 @@ def save_references(trainer: "TeamTrainer", root: Path) -> None:
             partial.rename(path)
 
 
-def reference_tensors(trainer: "TeamTrainer", saved: list[dict[str, Any]], root: Path) -> dict[int, dict[str, Tensor]]:
+def reference_tensors(
+    trainer: "Checkpointing", saved: list[dict[str, Any]], root: Path
+) -> dict[int, dict[str, Tensor]]:
     """What has to be loaded into which reference: nothing where the agent came with the weights of then."""
     found = {}
     for index, (model, entry) in enumerate(zip(trainer.references, saved)):
@@ -291,7 +293,7 @@ def rows_hash(rows: RowSource) -> str | None:
     return digest.hexdigest()
 
 
-def stateful_callbacks(trainer: "TeamTrainer") -> dict[str, Any]:
+def stateful_callbacks(trainer: "Checkpointing") -> dict[str, Any]:
     """The user's callbacks that have state_dict and load_state_dict, by name."""
     found = {}
     for name, callback in trainer.callbacks().items():
