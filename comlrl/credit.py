@@ -77,7 +77,7 @@ def advantages(credits: Tensor, mode: str, normalize: bool, greedy_return: float
     else:
         assert mode == "max", mode
         result = credits - credits.max()
-    if normalize and count:
+    if normalize and not equal:  # equal credits have no deviation to divide by
         result = result / credits.std(correction=0).clamp(min=NORMALIZATION_FLOOR)
     return result
 

@@ -19,6 +19,18 @@ from comlrl.rewards import JointReward, RewardCall, Rewards
 
 Row = dict[str, Any]
 
+# What an external transition may ask for by name: the published five, and three more.
+FEEDBACK = (
+    "prompt",
+    "agent_completions",
+    "num_agents",
+    "prompt_history_per_agent",
+    "response_history_per_agent",
+    "batch_item",
+    "rewards",
+    "turn",
+)
+
 
 @dataclass
 class Node:
@@ -129,6 +141,7 @@ class Rollouts:
         self.formatters = list(formatters)
         self.formatter_takes_external = [_accepts(formatter, "external_prompts") for formatter in formatters]
         self.transition = transition
+        self.transition_takes = [name for name in FEEDBACK if _accepts(transition, name)] if transition else []
         self.team = team
         self.chat_template = chat_template
         self.prompt_limits = list(prompt_limits)  # tokens, one an agent
@@ -338,7 +351,7 @@ class Rollouts:
             "rewards": [*node.reward_history, node.rewards[action]],
             "turn": node.turn + 1,
         }
-        prompts = self.transition(**{name: value for name, value in offered.items() if _accepts(self.transition, name)})
+        prompts = self.transition(**{name: offered[name] for name in self.transition_takes})
         if not isinstance(prompts, (list, tuple)) or len(prompts) != self.team.num_roles or None in prompts:
             raise ValueError(
                 f"external_transition must return a list of {self.team.num_roles} prompts, one an agent; "

@@ -104,6 +104,7 @@ FULL = list(
 @pytest.mark.parametrize(("mode", "turns", "joint", "kl", "data", "place"), FULL)
 def test_every_combination(mode, turns, joint, kl, data, place):
     stream = datasets.IterableDataset.from_generator(lambda: iter(rows(6))) if data == "stream" else None
+    nodes = 2 * (1 if turns == 1 else 3 if joint == "aligned" else 5)  # of two rows: one step
     changes = {
         "advantage_mode": mode,
         "turns": turns,
@@ -114,7 +115,9 @@ def test_every_combination(mode, turns, joint, kl, data, place):
         "num_generations": 2,
         "num_train_epochs": 6,
         "eval_interval": 3,
-        **({"rows_per_rollout": 1, "rollout_buffer_size": 4} if place == "buffer" else {}),
+        "rows_per_rollout": 1 if place == "buffer" else 2,
+        "rollout_buffer_size": nodes,
+        "train_batch_size": nodes,
     }
     method, at = {"middle": ("gradients", 3), "edge": ("plan_evaluation", 4), "buffer": ("collect", 6)}[place]
     with warnings.catch_warnings():
