@@ -242,13 +242,21 @@ class TeamTrainer(Checkpointing):
         rows = []
         for step, metrics in [self.evaluations[0], self.evaluations[-1]] if self.evaluations else []:
             row: dict[str, Any] = {"step": step}
-            for key in ("eval/reward_mean", "eval/sampled/reward_mean", "eval/sampled/best_of_k"):
-                if key in metrics:
-                    row[key.removeprefix("eval/")] = metrics[key]
+            k = self.args.eval_generations
+            for key, title in (
+                ("reward_mean", "reward greedy"),
+                ("sampled/reward_mean", "reward sampled"),
+                ("sampled/best_of_k", f"best of {k}"),
+            ):
+                if f"eval/{key}" in metrics:
+                    row[title] = metrics[f"eval/{key}"]
             kind = "eval/sampled" if "eval/sampled/reward_mean" in metrics else "eval"
             for agent in range(len(self.agents)):
                 for name in ("characters", "truncated_share"):
-                    row[f"agent_{agent} {name}"] = metrics[f"{kind}/agent_{agent}/turn_1/{name}"]
+                    value = metrics.get(
+                        f"{kind}/agent_{agent}/turn_1/{name}", float("nan")
+                    )  # nan: every row was dropped
+                    row[f"agent_{agent} {name.replace('_share', '')}"] = value
             rows.append(row)
         return rows
 
