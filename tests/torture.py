@@ -21,10 +21,11 @@ from pathlib import Path
 from comlrl import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
+STEPS = 36
 SETTINGS = [
     *("model=tiny", "task=length_ratio", "args.run_name=run", "args.dtype=float32"),
     *("args.num_turns=2", "args.num_generations=2", "args.max_new_tokens=12", "args.rollout_buffer_size=3"),
-    *("args.train_batch_size=4", "args.rows_per_rollout=2", "args.num_train_epochs=100", "args.max_steps=36"),
+    *("args.train_batch_size=4", "args.rows_per_rollout=2", "args.num_train_epochs=100", f"args.max_steps={STEPS}"),
     *("args.agent_learning_rate=1e-3", "args.reference_kl_enabled=true", "args.eval_interval=12"),
     *("args.checkpoint_steps=2", "args.checkpoint_total_limit=2", "args.logging_steps=1", "args.eval_num_samples=2"),
 ]
@@ -33,7 +34,7 @@ SETTINGS = [
 @dataclass
 class Kill:
     aim: str  # "any moment" or "while saving"
-    step: int | None  # last step in the killed process's records; none: it had not begun
+    step: int  # last step in the killed process's records; -1: it had not begun
     resumed_at: int | None  # none: there was no checkpoint yet, so it started anew
     torn: int  # unfinished checkpoints that the kill left
     seconds: float  # from the start of the second process to its end
@@ -77,28 +78,38 @@ def result(folder: Path) -> dict:
     return {**tensors, **models, "metrics": lines(run, "metrics"), "completions": lines(run, "completions")}
 
 
-def kill(process: subprocess.Popen, folder: Path, aim: str, chance: random.Random, duration: float) -> None:
-    """At a random moment of the run's usual duration, its first part left out (Python's imports); or when the first
-    checkpoint after that is being written."""
-    time.sleep(chance.uniform(0.2, 1.0 if aim == "any moment" else 0.7) * duration)
+def steps_done(folder: Path) -> int:
+    """Steps in the records of the newest run; -1 before there is one."""
+    run = newest(folder)
+    if run is None or not (run / "metrics.jsonl").exists():
+        return -1
+    whole = (run / "metrics.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()
+    return json.loads(whole[-1])["step"] if whole else -1
+
+
+def kill(process: subprocess.Popen, folder: Path, aim: str, chance: random.Random) -> None:
+    """Some time after a random step; or when the first checkpoint after that is being written."""
+    step = chance.randint(-4, STEPS - 1)
+    if step < 0:  # before there is anything
+        time.sleep(chance.uniform(1, 10))
+    while process.poll() is None and steps_done(folder) < step:
+        time.sleep(0.01)
     if aim == "while saving":
         while process.poll() is None and not list(folder.glob("runs/*/checkpoints/.*")):
             time.sleep(0.0005)
         time.sleep(chance.uniform(0, 0.02))
+    else:
+        time.sleep(chance.uniform(0, 0.5))
     process.kill()
     process.wait()
 
 
-def one(folder: Path, expected: dict, aim: str, chance: random.Random, duration: float) -> Kill:
-    kill(start(folder), folder, aim, chance, duration)
+def one(folder: Path, expected: dict, aim: str, chance: random.Random) -> Kill:
+    kill(start(folder), folder, aim, chance)
+    step, torn = steps_done(folder), len(list(folder.glob("runs/*/checkpoints/.*")))
     run = newest(folder)
-    step = resumed_at = None
-    torn = len(list(folder.glob("runs/*/checkpoints/.*")))
-    if run is not None and (run / "metrics.jsonl").exists():
-        whole = (run / "metrics.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()
-        step = json.loads(whole[-1])["step"] if whole else 0
-        good = checkpoint.newest_good(run / "checkpoints")
-        resumed_at = checkpoint.read_checkpoint_metadata(good)["step"] if good is not None else None
+    good = checkpoint.newest_good(run / "checkpoints") if run is not None else None
+    resumed_at = checkpoint.read_checkpoint_metadata(good)["step"] if good is not None else None
     seconds = finish(folder)
     found = result(folder)
     different = [name for name in expected if found.get(name) != expected[name]]
@@ -123,7 +134,7 @@ def torture(folder: Path, kills: int, seed: int) -> list[Kill]:
     done = []
     for number in range(kills):
         aim = ("any moment", "while saving")[number % 2]
-        done.append(one(folder / f"kill-{number}", expected, aim, chance, duration))
+        done.append(one(folder / f"kill-{number}", expected, aim, chance))
         say(f"kill {number + 1}: {done[-1]}")
     return done
 
