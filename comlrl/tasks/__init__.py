@@ -24,6 +24,8 @@ TASKS = {
     "length_ratio": "comlrl.tasks.length_ratio:length_ratio",
     "pairing": "comlrl.tasks.matrix_game:pairing",
     "two_turn": "comlrl.tasks.matrix_game:two_turn",
+    "str_build": "comlrl.tasks.building:str_build",
+    "house_build": "comlrl.tasks.building:house_build",
 }
 
 

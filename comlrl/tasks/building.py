@@ -1,0 +1,588 @@
+"""Building: agents place blocks in an empty world until a target stands. ``str_build``: words; ``house_build``: houses.
+
+An answer is one command a line; other lines, blocks an agent does not own, cells outside the canvas, commands after
+the limit, and fills larger than what is left in stock are refused. Commands take effect agent after agent, so a later
+agent overwrites. Every turn starts from an empty world. A row's ``target`` is a list of ``[x, y, z, kind]``; the kind
+is ``""`` where any block will do.
+
+str_build, profile ``sound``: IoU of built and target cells, times ``2 - equal - 0.25 * (agents whose palette lacks)``,
+where ``equal`` is the share of adjacent built pairs of the same block, and a palette lacks in as far as one of its
+blocks covers less than half its fair share of the target. Maximum 2, nothing built: 0. ``published``:
+``2 * coverage - 1.5 * extra / background - equal - 0.25`` for each agent whose palette is not completely present.
+
+house_build, ``sound``: IoU of solid voxels (the kind must be right), times ``1 - 0.1 * damage`` unless an agent wrote
+``/kill``. ``published``: share of all voxels, air included, that equal the target, minus ``0.1 * damage``.
+Maximum 1.
+
+``str_build`` with ``size: tiny`` is for byte-level models: a letter is one column of two cells, each agent has one
+block, and an answer is a string whose k-th character says whether the agent fills cell k in reading order (odd
+character code: yes). Random answers already earn something, so a tiny model learns it in minutes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from typing import Any, Literal
+
+from comlrl.tasks import Message, Prompt, Row, Score, Task
+from comlrl.tasks.building_shapes import FONT, PUBLISHED_WORDS, TINY_FONT, house
+
+Cell = tuple[int, int, int]
+World = dict[Cell, str]
+Feedback = Literal["plan", "position", "score"]
+Profile = Literal["sound", "published"]
+
+BLOCKS = ["oak_planks", "stone", "white_concrete", "obsidian", "bricks", "sandstone"]
+BLOCKS += ["glass", "hay_block", "copper_block", "quartz_block", "gold_block", "terracotta"]
+AIR = "air"
+# fair_share: what part of its even share of the target each block must cover, in str_build; 0: one cell is enough.
+CONSTANTS: dict[str, dict[str, float]] = {
+    "published": {"coverage": 2.0, "extra": 1.5, "adjacency": 1.0, "palette": 0.25, "fair_share": 0.0, "spider": 0.1},
+    "sound": {"coverage": 2.0, "extra": 0.0, "adjacency": 1.0, "palette": 0.25, "fair_share": 0.5, "spider": 0.1},
+}
+COMMANDS_OF_ALL = {"published": {"str": 300, "house": 600}, "sound": {"str": 0, "house": 600}}
+PLAYER_HEALTH = 5
+LINE = re.compile(r"/?(setblock|fill)((?: -?[0-9]{1,4}){3}|(?: -?[0-9]{1,4}){6}) (?:minecraft:)?([a-z_]{1,30})")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One accepted line: ``cells`` that it sets to ``block``."""
+
+    cells: tuple[Cell, ...]
+    block: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What one task allows. ``stock``: a row has numbers of blocks an agent, else ``palettes`` (one an agent) hold."""
+
+    profile: Profile
+    palettes: list[list[str]]
+    kind: Literal["str", "house"]
+    tiny: bool = False
+
+    @property
+    def num_agents(self) -> int:
+        return len(self.palettes)
+
+    def limit(self, row: Row) -> int:
+        """Commands an agent: in the sound str_build one and a half times its fair share, so a flood is cut off."""
+        total = COMMANDS_OF_ALL[self.profile][self.kind] or ceil(1.5 * len(row["target"]))
+        return ceil(total / self.num_agents)
+
+
+def str_build(
+    num_agents: int = 2,
+    size: Literal["full", "tiny"] = "full",
+    words: Literal["generated", "published"] = "generated",
+    word_length: int | None = None,
+    train_rows: int | None = None,
+    eval_rows: int | None = None,
+    seed: int = 0,
+    feedback: Feedback = "plan",
+    profile: Profile = "sound",
+    style: Literal["chat", "plain"] = "chat",
+) -> Task:
+    """Write a word in blocks. ``word_length`` null: 2 or 3 letters (tiny: 3). ``words: published``: ten known ones.
+
+    Training and evaluation rows are different words; 64 and 32 by default (tiny: 12 and 6).
+    """
+    tiny, font = size == "tiny", TINY_FONT if size == "tiny" else FONT
+    if tiny and (words == "published" or num_agents > 3):
+        raise ValueError(f"task_args.size=tiny: has generated words and 1 to 3 agents, got {words}, {num_agents}")
+    if not 1 <= num_agents <= 6:
+        raise ValueError(f"num_agents={num_agents}: str_build has blocks for 1 to 6 agents")
+    if word_length is not None and not 1 <= word_length <= 8:
+        raise ValueError(f"task_args.word_length={word_length}: must be from 1 to 8")
+    if tiny:
+        palettes = [[block] for block in BLOCKS[: max(num_agents, 2)]]
+    else:
+        palettes = [BLOCKS[2 * i : 2 * i + 2] for i in range(num_agents)]
+    if num_agents == 1:  # two textures are not enough where equal neighbours are to be avoided
+        palettes = [BLOCKS[:2] if tiny else BLOCKS[:4]]
+    rules = Rules(profile, palettes, "str", tiny)
+    if words == "published":
+        made = [word_row(word, font) for word in PUBLISHED_WORDS]
+        return _task("str_build", made[:8], made[8:], rules, feedback, style)
+    counts = _split_sizes(train_rows, eval_rows, (12, 6) if tiny else (64, 32))
+    lengths = [word_length] if word_length else [3] if tiny else [2, 3]
+    made = word_rows(sum(counts), lengths, font, rules, seed)
+    return _task("str_build", made[: counts[0]], made[counts[0] :], rules, feedback, "plain" if tiny else style)
+
+
+def house_build(
+    num_agents: int = 2,
+    train_rows: int | None = None,
+    eval_rows: int | None = None,
+    seed: int = 0,
+    feedback: Feedback = "plan",
+    profile: Profile = "sound",
+    style: Literal["chat", "plain"] = "chat",
+) -> Task:
+    """Build a house; each agent's stock is three quarters (of two agents) of what the house needs of each kind."""
+    if not 1 <= num_agents <= 6:
+        raise ValueError(f"num_agents={num_agents}: house_build is for 1 to 6 agents")
+    counts = _split_sizes(train_rows, eval_rows, (64, 32))
+    generator, made, seen = random.Random(seed), [], set()
+    for _ in range(100 * sum(counts)):
+        if len(made) == sum(counts):
+            break
+        size, target = house(generator)
+        attacks = [generator.randint(1, 3) for _ in range(3)]
+        if tuple(target) not in seen:
+            seen.add(tuple(target))
+            made.append({"name": f"house {len(made)}", "size": size, "target": [list(v) for v in target]})
+            made[-1] |= {"stock": stock_of(target, num_agents), "attacks": attacks, "prompt": ""}
+    if len(made) < sum(counts):
+        raise ValueError(f"task_args.train_rows + eval_rows = {sum(counts)}: only {len(made)} different houses found")
+    rules = Rules(profile, [[] for _ in range(num_agents)], "house")
+    for row in made:
+        row["prompt"] = picture(row)
+    return _task("house_build", made[: counts[0]], made[counts[0] :], rules, feedback, style)
+
+
+# --- rows ---
+
+
+def word_row(word: str, font: Mapping[str, Sequence[str]]) -> Row:
+    """The target of a word in the plane z = 0; y grows upwards. Letters of FONT stand one column apart."""
+    gap = 0 if font is TINY_FONT else 1
+    height, width = len(next(iter(font.values()))), len(next(iter(font.values()))[0])
+    target = [
+        [i * (width + gap) + x, height - 1 - line, 0, ""]
+        for i, letter in enumerate(word)
+        for line, pixels in enumerate(font[letter])
+        for x, pixel in enumerate(pixels)
+        if pixel == "#"
+    ]
+    row = {"name": word, "size": [len(word) * (width + gap) - gap, height, 1], "target": target}
+    return row | {"prompt": picture(row)}
+
+
+def word_rows(
+    count: int, lengths: Sequence[int], font: Mapping[str, Sequence[str]], rules: Rules, seed: int
+) -> list[Row]:
+    """``count`` different words, for each of which the maximum can be reached."""
+    possible = sum(len(font) ** length for length in lengths)
+    generator, made, tried = random.Random(seed), [], set()
+    while len(made) < count and len(tried) < possible:
+        word = "".join(generator.choices(sorted(font), k=generator.choice(lengths)))
+        if word in tried:
+            continue
+        tried.add(word)
+        row = word_row(word, font)
+        if score_building(row, reference_texts(row, rules), rules)[0] == maximum(rules):
+            made.append(row)
+    if len(made) < count:
+        raise ValueError(
+            f"task_args.train_rows + eval_rows = {count}: only {len(made)} words of length {list(lengths)} fit; "
+            "ask for fewer rows or a larger word_length"
+        )
+    return made
+
+
+def stock_of(target: Sequence[Sequence[Any]], num_agents: int) -> dict[str, int]:
+    return {kind: ceil(1.5 * number / num_agents) for kind, number in Counter(v[3] for v in target).items()}
+
+
+def picture(row: Row) -> str:
+    """The target as text. One plane: lines from top to bottom; a house: its layers from the ground up."""
+    (width, height, depth), target = row["size"], target_of(row)
+    kinds = sorted({kind for kind in target.values() if kind})
+    mark = {kind: kind[0].upper() for kind in kinds}
+
+    def sign(cell: Cell) -> str:
+        return mark.get(target[cell], "#") if cell in target else "."
+
+    if depth == 1:
+        return "\n".join("".join(sign((x, y, 0)) for x in range(width)) for y in reversed(range(height)))
+    layers = [
+        f"y={y}:\n" + "\n".join("".join(sign((x, y, z)) for x in range(width)) for z in range(depth))
+        for y in range(height)
+    ]
+    return "\n".join(["; ".join(f"{mark[kind]} = {kind}" for kind in kinds), *layers])
+
+
+def target_of(row: Row) -> World:
+    return {(x, y, z): kind for x, y, z, kind in row["target"]}
+
+
+# --- answers ---
+
+
+def read_answer(row: Row, text: str, agent: int, rules: Rules) -> tuple[list[Command], int, bool]:
+    """(accepted commands, refused lines that look like commands, whether ``/kill`` was written)."""
+    if rules.tiny:
+        return _read_cells(row, text, rules.palettes[agent]), 0, False
+    stock = Counter(row["stock"]) if "stock" in row else None
+    limit, commands, refused, kill = rules.limit(row), [], 0, False
+    for line in text.split("\n"):
+        if len(line) > 100:
+            continue
+        line = " ".join(line.split())
+        kill |= line in ("/kill", "kill")
+        match = LINE.fullmatch(line)
+        if match is None:
+            continue
+        verb, numbers, block = match.group(1), [int(n) for n in match.group(2).split()], match.group(3)
+        cells = _box(numbers, row["size"]) if len(numbers) == (3 if verb == "setblock" else 6) else ()
+        allowed = block == AIR or (block in stock if stock is not None else block in rules.palettes[agent])
+        short = stock is not None and block != AIR and stock[block] < len(cells)
+        verb_fits = verb == "setblock" or rules.kind == "house"
+        if not cells or not allowed or short or not verb_fits or len(commands) == limit:
+            refused += 1
+            continue
+        if stock is not None and block != AIR:
+            stock[block] -= len(cells)
+        commands.append(Command(cells, block, command_text(cells, block, rules)))
+    return commands, refused, kill
+
+
+def _read_cells(row: Row, text: str, palette: Sequence[str]) -> list[Command]:
+    """The tiny form: character k is cell k in reading order, its code modulo (blocks + 1) the block; 0: none."""
+    width, height, _ = row["size"]
+    order = [(x, y, 0) for y in reversed(range(height)) for x in range(width)]
+    choices = [ord(character) % (len(palette) + 1) for character in text[: len(order)]]
+    return [Command((cell,), palette[choice - 1], "") for cell, choice in zip(order, choices) if choice]
+
+
+def _box(numbers: Sequence[int], size: Sequence[int]) -> tuple[Cell, ...]:
+    """All cells between two corners (or the one cell); none if a corner lies outside the canvas."""
+    corners = [numbers[:3], numbers[-3:]]
+    if any(not 0 <= corner[axis] < size[axis] for corner in corners for axis in range(3)):
+        return ()
+    ranges = [range(min(a, b), max(a, b) + 1) for a, b in zip(*corners)]
+    return tuple(itertools.product(*ranges))
+
+
+def command_text(cells: Sequence[Cell], block: str, rules: Rules) -> str:
+    if rules.kind == "str":
+        return "/setblock {} {} {} {}".format(*cells[0], block)
+    return "/fill {} {} {} {} {} {} {}".format(*cells[0], *cells[-1], block)
+
+
+# --- scores ---
+
+
+def maximum(rules: Rules) -> float:
+    return CONSTANTS[rules.profile]["coverage"] if rules.kind == "str" else 1.0
+
+
+def score_building(row: Row, texts: Sequence[str], rules: Rules) -> Score:
+    """The total, ``iou`` (the measure to compare runs by), and what the total is made of."""
+    world: World = {}
+    target, refused, kill, placed = target_of(row), 0, False, Counter[Cell]()
+    for agent, text in enumerate(texts):
+        commands, bad, killed = read_answer(row, text, agent, rules)
+        refused, kill = refused + bad, kill or killed
+        mine: World = {}
+        for command in commands:
+            mine |= dict.fromkeys(command.cells, command.block)
+        world |= mine
+        placed.update(cell for cell, block in mine.items() if block != AIR)
+    world = {cell: block for cell, block in world.items() if block != AIR}
+    hits = [cell for cell, block in world.items() if cell in target and target[cell] in ("", block)]
+    extra = sum(cell not in target for cell in world)
+    parts = {
+        "iou": len(hits) / len(target.keys() | world.keys()),
+        "coverage": len(hits) / len(target),
+        "extra": float(extra),
+        "overlap": sum(number > 1 for number in placed.values()) / max(len(placed), 1),
+        "refused": float(refused),
+    }
+    if rules.kind == "house":
+        return _score_house(row, world, target, parts, kill, rules)
+    constants = CONSTANTS[rules.profile]
+    equal = equal_neighbours(world)
+    on_target = {cell: world[cell] for cell in hits} if rules.profile == "sound" else world
+    lacking = sum(palette_lack(palette, on_target, target, rules) for palette in rules.palettes)
+    penalty = constants["adjacency"] * equal + constants["palette"] * lacking
+    if rules.profile == "sound":
+        total = parts["iou"] * max(constants["coverage"] - penalty, 0.0)
+    else:
+        width, height, depth = row["size"]
+        background = max(width * height * depth - len(target), 1)
+        total = constants["coverage"] * parts["coverage"] - constants["extra"] * extra / background - penalty
+    return total, parts | {"equal_neighbours": equal, "palettes_lacking": lacking}
+
+
+def equal_neighbours(world: World) -> float:
+    """The share of pairs of built cells, side by side in the plane, that have the same block."""
+    pairs = [
+        world[x, y, z] == world[other]
+        for x, y, z in world
+        for other in ((x + 1, y, z), (x, y + 1, z))
+        if other in world
+    ]
+    return sum(pairs) / len(pairs) if pairs else 0.0
+
+
+def palette_lack(palette: Sequence[str], world: World, target: World, rules: Rules) -> float:
+    """From 0 (every block of the palette is there often enough) to 1 (one of them is not there at all)."""
+    counts, blocks = Counter(world.values()), sum(len(palette) for palette in rules.palettes)
+    needed = max(CONSTANTS[rules.profile]["fair_share"] * len(target) / blocks, 1.0)
+    rarest = min(counts[block] for block in palette)
+    return 1.0 - min(rarest / needed, 1.0)
+
+
+def _score_house(row: Row, world: World, target: World, parts: dict[str, float], kill: bool, rules: Rules) -> Score:
+    damage = 0.0 if kill else min(1.0, sum(row["attacks"]) / PLAYER_HEALTH)
+    width, height, depth = row["size"]
+    cells = itertools.product(range(width), range(height), range(depth))
+    equal = sum(world.get(cell, AIR) == target.get(cell, AIR) for cell in cells)
+    spider = CONSTANTS[rules.profile]["spider"] * damage
+    parts |= {"equal_voxels": equal / (width * height * depth), "damage": damage}
+    total = parts["iou"] * (1.0 - spider) if rules.profile == "sound" else parts["equal_voxels"] - spider
+    return total, parts
+
+
+# --- a division of the work that earns the maximum, for references and feedback ---
+
+
+def shares(row: Row, rules: Rules) -> list[World]:
+    """What each agent places: disjoint, together the target.
+
+    Words: cell after cell, the block that is used least so far and is not beside the same one. Houses: each
+    kind's voxels in reading order, cut into one piece an agent, so that no stock is exceeded.
+    """
+    result: list[World] = [{} for _ in rules.palettes]
+    target = target_of(row)
+    if rules.kind == "house":
+        for kind in sorted(set(target.values())):
+            voxels = sorted((cell for cell in target if target[cell] == kind), key=lambda c: (c[1], c[2], c[0]))
+            piece = ceil(len(voxels) / rules.num_agents)
+            for i, cell in enumerate(voxels):
+                result[i // piece][cell] = kind
+        return result
+    owner = {block: agent for agent, palette in enumerate(rules.palettes) for block in palette}
+    chosen: World = {}
+    for x, y, z in sorted(target):
+        beside = {chosen.get(other) for other in ((x - 1, y, z), (x, y - 1, z))}
+        used = Counter(chosen.values())
+        free = [block for block in owner if block not in beside] or list(owner)
+        # Among equals the parity decides: two blocks suffice then wherever the cells hang together.
+        block = min(
+            free, key=lambda name: (0 if rules.tiny else used[name], (list(owner).index(name) + x + y) % len(owner))
+        )
+        chosen[x, y, z] = block
+        result[owner[block]][x, y, z] = block
+    return result
+
+
+def boxes(world: World) -> list[tuple[tuple[Cell, ...], str]]:
+    """The voxels of ``world`` as boxes: runs along x, equal runs joined along z, then along y."""
+    left, result = dict(world), []
+    for start in sorted(world, key=lambda c: (c[1], c[2], c[0])):
+        if start not in left:
+            continue
+        block, end = left[start], start
+        for axis in (0, 2, 1):
+            while True:
+                larger = tuple(value + (i == axis) for i, value in enumerate(end))
+                cells = _box([*start, *larger], [value + 1 for value in larger])
+                if any(left.get(cell) != block for cell in cells):
+                    break
+                end = (larger[0], larger[1], larger[2])
+        cells = _box([*start, *end], [value + 1 for value in end])
+        for cell in cells:
+            del left[cell]
+        result.append((cells, block))
+    return result
+
+
+def commands_for(world: World, rules: Rules) -> list[str]:
+    if rules.kind == "str":
+        return [command_text([cell], block, rules) for cell, block in sorted(world.items())]
+    return [command_text(cells, block, rules) for cells, block in boxes(world)]
+
+
+def cells_for(row: Row, share: World, palette: Sequence[str]) -> str:
+    """The tiny form of a share: ``.`` for an empty cell, ``#`` for the first block, ``$`` ... for further ones."""
+    width, height, _ = row["size"]
+    signs = {
+        choice: next(chr(c) for c in range(33, 60) if c % (len(palette) + 1) == choice)
+        for choice in range(1 + len(palette))
+    }
+    if len(palette) == 1:
+        signs = {0: ".", 1: "#"}
+    order = [(x, y, 0) for y in reversed(range(height)) for x in range(width)]
+    return "".join(signs[palette.index(share[cell]) + 1 if cell in share else 0] for cell in order)
+
+
+def reference_texts(row: Row, rules: Rules) -> list[str]:
+    divided = shares(row, rules)
+    if rules.tiny:
+        return [cells_for(row, share, palette) for share, palette in zip(divided, rules.palettes)]
+    texts = ["\n".join(commands_for(share, rules)) for share in divided]
+    if rules.kind == "house":
+        texts[0] += "\n/kill"
+    return texts
+
+
+# --- prompts ---
+
+
+def format_prompt(row: Row, agent: int, rules: Rules, style: str) -> Prompt:
+    if rules.tiny:
+        return f"{agent}{row['prompt']}>".replace("\n", "/")
+    text = instructions(row, agent, rules)
+    return [{"role": "user", "content": text}] if style == "chat" else text + "\n"
+
+
+def instructions(row: Row, agent: int, rules: Rules) -> str:
+    width, height, depth = row["size"]
+    start = f"You are builder {agent + 1} of {rules.num_agents}; together you build "
+    last = f"Write at most {rules.limit(row)} commands, one a line, and nothing else. Builders do not see each other."
+    if rules.kind == "str":
+        own = ", ".join(rules.palettes[agent])
+        return (
+            f"{start}this picture in blocks ({width} wide, {height} high, in the plane z=0; x=0 is the left column, "
+            f"y=0 the bottom line):\n{picture(row)}\nFill every # and nothing else. Blocks side by side should differ. "
+            f"Your blocks: {own}; use each of them for about an equal part. Command: /setblock x y z block\n{last}"
+        )
+    stock = ", ".join(f"{number} {kind}" for kind, number in row["stock"].items())
+    return (
+        f"{start}this house ({width} wide in x, {height} high in y, {depth} deep in z; in each layer x grows to the "
+        f"right and z downwards, from 0):\n{picture(row)}\nYour stock: {stock}. A command that needs more than is left "
+        f"does nothing. Commands: /fill x1 y1 z1 x2 y2 z2 block, and /kill against the spiders, once.\n{last}"
+    )
+
+
+def feedback_prompts(
+    prompt: str,
+    agent_completions: Sequence[str],
+    num_agents: int,
+    prompt_history_per_agent: Sequence[Sequence[Prompt]] | None = None,
+    response_history_per_agent: Sequence[Sequence[str]] | None = None,
+    batch_item: Row | None = None,
+    *,
+    rules: Rules,
+    feedback: Feedback,
+    style: str,
+) -> list[Prompt]:
+    """The first prompt, the agent's last answer, and what to change. Every turn starts from an empty world."""
+    if batch_item is None:
+        raise ValueError("feedback of building tasks needs batch_item: the target is in the row")
+    texts, prompts = list(agent_completions), []
+    for agent, text in enumerate(texts):
+        first = format_prompt(batch_item, agent, rules, style)
+        news = feedback_text(batch_item, texts, agent, rules, feedback)
+        if isinstance(first, str):
+            prompts.append(f"{first[:-1]}|{news}>" if rules.tiny else f"{first}{text}\n\n{news}\n")
+        else:
+            answer: list[Message] = [{"role": "assistant", "content": text}, {"role": "user", "content": news}]
+            prompts.append([*first, *answer])
+    return prompts
+
+
+def feedback_text(row: Row, texts: Sequence[str], agent: int, rules: Rules, feedback: Feedback) -> str:
+    """plan: the commands to keep and to add, which together earn the maximum; position: what the world lacks;
+    score: the last total."""
+    total, parts = score_building(row, texts, rules)
+    share = shares(row, rules)[agent]
+    if rules.tiny:
+        return cells_for(row, share, rules.palettes[agent]) if feedback == "plan" else f"{total:.1f}"
+    result = f"The last joint answer scored {total:.2f} of {maximum(rules):g} (IoU {parts['iou']:.2f})."
+    ending = "The world is empty again: write your whole answer."
+    if feedback == "score":
+        return f"{result} {ending}"
+    accepted, _, kill = read_answer(row, texts[agent], agent, rules)
+    if feedback == "plan":
+        keep, left = [], dict(share)
+        for command in accepted:
+            if all(left.get(cell) == command.block for cell in command.cells):
+                keep.append(command.text)
+                for cell in command.cells:
+                    del left[cell]
+        if rules.kind == "house" and agent == 0:
+            keep, add_kill = (keep + ["/kill"], []) if kill else (keep, ["/kill"])
+        else:
+            add_kill = []
+        lists = {"Keep only these of your commands:": keep, "Add these:": commands_for(left, rules) + add_kill}
+    else:
+        built = {cell: command.block for command in _all_commands(row, texts, rules) for cell in command.cells}
+        built = {cell: block for cell, block in built.items() if block != AIR}
+        target = target_of(row)
+        wrong = [cell for cell in built if cell not in target or target[cell] not in ("", built[cell])]
+        lists = {
+            "Still empty:": ["{} {} {}".format(*cell) for cell in sorted(target) if cell not in built],
+            "Wrong:": ["{} {} {}".format(*cell) for cell in sorted(wrong)],
+        }
+    return "\n".join([result, *("\n".join([name, *(lines or ["(none)"])]) for name, lines in lists.items()), ending])
+
+
+def _all_commands(row: Row, texts: Sequence[str], rules: Rules) -> list[Command]:
+    return [command for agent, text in enumerate(texts) for command in read_answer(row, text, agent, rules)[0]]
+
+
+# --- the task ---
+
+
+def _task(name: str, train: list[Row], evaluation: list[Row], rules: Rules, feedback: Feedback, style: str) -> Task:
+    if feedback not in ("plan", "position", "score"):
+        raise ValueError(f"task_args.feedback={feedback!r}: must be plan, position or score")
+    if rules.profile not in CONSTANTS:
+        raise ValueError(f"task_args.profile={rules.profile!r}: must be sound or published")
+    agents = range(rules.num_agents)
+    formatters = [partial(format_prompt, agent=agent, rules=rules, style=style) for agent in agents]
+    score = partial(score_building, rules=rules)
+    return Task(
+        name=name,
+        train_rows=train,
+        eval_rows=evaluation,
+        formatters=formatters,
+        score=score,
+        maximum=maximum(rules),
+        transition=partial(feedback_prompts, rules=rules, feedback=feedback, style=style),
+        trivial=trivial_scores(train[:16], rules),
+        reference=partial(reference_texts, rules=rules),
+    )
+
+
+def trivial_scores(rows: Sequence[Row], rules: Rules) -> dict[str, float]:
+    """Means over ``rows`` of answers without skill."""
+
+    def mean(answers: Any) -> float:
+        return sum(score_building(row, answers(row), rules)[0] for row in rows) / len(rows)
+
+    def flood(row: Row) -> list[str]:
+        """Every cell of the canvas, as far as blocks and commands last."""
+        width, height, depth = row["size"]
+        everything = {"size": row["size"], "target": []}
+        kind = max(row["stock"], key=row["stock"].__getitem__) if "stock" in row else ""
+        for x, y, z in itertools.product(range(width), range(height), range(depth)):
+            everything["target"].append([x, y, z, kind])
+        return reference_texts(everything, rules)
+
+    def one_agent(row: Row) -> list[str]:
+        return [reference_texts(row, rules)[0]] + [""] * (rules.num_agents - 1)
+
+    def same(row: Row) -> list[str]:
+        return [reference_texts(row, rules)[0]] * rules.num_agents
+
+    def copied(row: Row) -> list[str]:
+        return [picture(row)] * rules.num_agents
+
+    return {
+        "empty answers": mean(lambda row: [""] * rules.num_agents),
+        "the picture, copied": mean(copied),
+        "the whole canvas filled": mean(flood),
+        "only agent 0's part": mean(one_agent),
+        "agent 0's part from every agent": mean(same),
+    }
+
+
+def _split_sizes(train_rows: int | None, eval_rows: int | None, default: tuple[int, int]) -> tuple[int, int]:
+    sizes = (default[0] if train_rows is None else train_rows, default[1] if eval_rows is None else eval_rows)
+    if sizes[0] < 1 or sizes[1] < 0:
+        raise ValueError(f"task_args.train_rows={sizes[0]}, task_args.eval_rows={sizes[1]}: must be positive")
+    return sizes
