@@ -26,6 +26,7 @@ TASKS = {
     "two_turn": "comlrl.tasks.matrix_game:two_turn",
     "str_build": "comlrl.tasks.building:str_build",
     "house_build": "comlrl.tasks.building:house_build",
+    "tool_use": "comlrl.tasks.tool_use:tool_use",
 }
 
 
