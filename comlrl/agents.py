@@ -2,10 +2,14 @@
 
 import copy
 import importlib.util
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -99,25 +103,72 @@ class Agent:
     @property
     def sampler(self) -> PreTrainedModel:
         """The model that generation runs: the trained one in fp32, else a copy in the compute dtype."""
-        if self.compute_dtype == torch.float32:
+        if self._sampler is None and self.compute_dtype == torch.float32:
             return self.model
+        return self.make_sampler()
+
+    def make_sampler(self) -> PreTrainedModel:
+        """A copy for sampling. Under ZeRO-3 there always is one: each process then samples at its own pace."""
         if self._sampler is None:
             self._sampler = frozen_copy(self.model, self.compute_dtype)
         return self._sampler
 
-    def weights_changed(self) -> None:
-        """Call after every optimizer step: brings the sampling copy up to date."""
-        if self._sampler is not None:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self._sampler.parameters()), list(self.model.parameters()))
+    def weights_changed(self, gathered: Callable[..., AbstractContextManager] | None = None) -> None:
+        """Call after every optimizer step: brings the sampling copy up to date.
+
+        gathered: a context in which the given parameters are whole, where they are divided over processes.
+        """
+        if self._sampler is None:
+            return
+        copies: list[Tensor] = list(self._sampler.parameters())
+        trained: list[Tensor] = list(self.model.parameters())
+        with torch.no_grad():
+            if gathered is None:
+                torch._foreach_copy_(copies, trained)
+            else:
+                for mine, parameter in zip(copies, trained):
+                    with gathered([parameter]):
+                        mine.copy_(parameter)
+
+    def unload(self) -> None:
+        """Keep the shapes and the tokenizer only: this process does no work of this agent."""
+        self.model = self.model.to(device="meta")  # type: ignore[call-arg]
+        self.model.tie_weights()  # moving to meta parts what was tied
+        self.device = torch.device("meta")
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32)
 
-    def save(self, folder: str) -> None:
-        """An ordinary Hugging Face folder: fp32 weights, tokenizer, generation config."""
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+    def save(self, folder: str, weights: dict[str, Tensor] | None = None) -> None:
+        """An ordinary Hugging Face folder: fp32 weights, tokenizer, generation config.
+
+        `weights`: whole weights by name, where the model holds a part of them, or another process than the main one
+        writes (save_pretrained then writes nothing).
+        """
+        if weights is None:
+            self.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            return
+        for name, data in self.files().items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+
+    def files(self) -> dict[str, bytes]:
+        """Config, generation config and tokenizer as the files of a Hugging Face folder."""
+        config = copy.deepcopy(self.model.config)
+        config.architectures = [type(self.model).__name__]
+        config.dtype = torch.float32
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            config.save_pretrained(folder)
+            if self.model.generation_config is not None:
+                # Not save_pretrained, which refuses what many published models have.
+                (folder / "generation_config.json").write_text(self.model.generation_config.to_json_string(), "utf-8")
+            self.tokenizer.save_pretrained(folder)
+            return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def completion_logprobs(

@@ -1,13 +1,17 @@
 """What the learner reads: samples of one agent, cut into padded micro-batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from comlrl.agents import Agent, completion_logprobs
 from comlrl.generation import left_pad, right_pad
+from comlrl.placement import ALONE, Group
+
+Run = Callable[..., Any]
 
 
 @dataclass(eq=False)
@@ -43,18 +47,23 @@ class MicroBatch:
     completion_mask: Tensor
     prompt_index: Tensor
 
-    def logprobs(self, agent: Agent, model: torch.nn.Module, temperature: float, entropy: str) -> tuple[Tensor, Tensor]:
-        with agent.autocast():
-            return completion_logprobs(
-                model,
-                self.prompt_ids,
-                self.prompt_mask,
-                self.completion_ids,
-                self.completion_mask,
-                self.prompt_index,
-                temperature,
-                entropy,
-            )
+    def logprobs(self, run: Run, agent: Agent, temperature: float, entropy: str) -> tuple[Tensor, Tensor]:
+        """`run(function, ...)` calls function(model, ...), as `Engine.run` does."""
+
+        def forward(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+            with agent.autocast():  # inside: DeepSpeed's forward switches an outer one off
+                return completion_logprobs(
+                    model,
+                    self.prompt_ids,
+                    self.prompt_mask,
+                    self.completion_ids,
+                    self.completion_mask,
+                    self.prompt_index,
+                    temperature,
+                    entropy,
+                )
+
+        return run(forward)
 
     def pad(self, rows: Sequence[Tensor]) -> Tensor:
         """Per-token numbers of the samples -> [N, C], zeros on pads."""
@@ -64,10 +73,8 @@ class MicroBatch:
         return padded.to(self.completion_ids.device)
 
 
-def micro_batches(
-    samples: Sequence[Sample], agent: Agent, budget: int, device: torch.device | None = None
-) -> Iterator[MicroBatch]:
-    """Cut samples into batches of at most `budget` tokens, pads included (one sample may exceed it).
+def cut(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+    """Batches of at most `budget` tokens, pads included (one sample may exceed it).
 
     The longest come first, so a batch that does not fit in memory fails at once; samples of one prompt stay together,
     since they share its keys and values.
@@ -76,27 +83,38 @@ def micro_batches(
     by_prompt: dict[tuple[int, ...], list[Sample]] = {}
     for sample in ordered:
         by_prompt.setdefault(tuple(sample.prompt_ids), []).append(sample)
+    batches: list[list[Sample]] = []
     batch: list[Sample] = []
-    prompts: dict[tuple[int, ...], None] = {}
+    prompts: set[tuple[int, ...]] = set()
     width_prompt = width_answer = 0
     for prompt, group in by_prompt.items():
         for sample in group:
-            rows = len(prompts | {prompt: None})
-            wide_prompt, wide_answer = (
-                max(width_prompt, len(prompt)),
-                max(width_answer, len(sample.token_ids)),
-            )
+            rows = len(prompts | {prompt})
+            wide_prompt, wide_answer = max(width_prompt, len(prompt)), max(width_answer, len(sample.token_ids))
             if batch and rows * wide_prompt + (len(batch) + 1) * wide_answer > budget:
-                yield collate(batch, agent, device)
-                batch, prompts, width_prompt, width_answer = [], {}, 0, 0
+                batches.append(batch)
+                batch, prompts, wide_prompt, wide_answer = [], set(), len(prompt), len(sample.token_ids)
             batch.append(sample)
-            prompts[prompt] = None
-            width_prompt, width_answer = (
-                max(width_prompt, len(prompt)),
-                max(width_answer, len(sample.token_ids)),
-            )
-    if batch:
-        yield collate(batch, agent, device)
+            prompts.add(prompt)
+            width_prompt, width_answer = wide_prompt, wide_answer
+    return [*batches, batch] if batch else batches
+
+
+def share(
+    samples: Sequence[Sample], group: Group, budget: int, lockstep: bool = False
+) -> list[tuple[list[Sample], bool]]:
+    """This process's share of one agent's samples in batches, each with whether it counts.
+
+    lockstep: all processes of the group get equally many; who has fewer repeats one that does not count.
+    """
+    if group.place is None or not samples:
+        return []
+    mine = [(batch, True) for batch in cut(group.share(samples), budget)]
+    if lockstep:
+        most = max(len(cut(group.part(samples, place), budget)) for place in range(group.size))
+        shortest = min(samples, key=lambda s: len(s.prompt_ids) + len(s.token_ids))
+        mine += [([shortest], False)] * (most - len(mine))
+    return mine
 
 
 def collate(samples: list[Sample], agent: Agent, device: torch.device | None = None) -> MicroBatch:
@@ -112,13 +130,26 @@ def collate(samples: list[Sample], agent: Agent, device: torch.device | None = N
 
 @torch.no_grad()
 def frozen_logprobs(
-    samples: Sequence[Sample], agent: Agent, model: torch.nn.Module, temperature: float, budget: int
+    samples: Sequence[Sample],
+    agent: Agent,
+    run: Run,
+    device: torch.device,
+    temperature: float,
+    budget: int,
+    group: Group = ALONE,
+    lockstep: bool = False,
 ) -> dict[int, Tensor]:
-    """Log-probs of every sample under `model`, by id(sample): [len(token_ids)] each, fp32, on the CPU."""
+    """Log-probs of this process's share of the samples, without gradient.
+
+    `run(function, ...)` calls function(model, ...) on `device`: a reference may live elsewhere than its agent.
+    Returns place in `samples` -> [len(token_ids)], fp32, on the CPU.
+    """
+    places = {id(sample): place for place, sample in enumerate(samples)}
     result = {}
-    device = next(model.parameters()).device  # a reference may live elsewhere than its agent
-    for batch in micro_batches(samples, agent, budget, device):
-        logprobs, _ = batch.logprobs(agent, model, temperature, entropy="none")
-        for sample, row in zip(batch.samples, logprobs.cpu()):
-            result[id(sample)] = row[: len(sample.token_ids)].clone()
+    for part, counts in share(samples, group, budget, lockstep):
+        batch = collate(part, agent, device)
+        logprobs, _ = batch.logprobs(run, agent, temperature, entropy="none")
+        if counts:
+            for sample, row in zip(part, logprobs.cpu()):
+                result[places[id(sample)]] = row[: len(sample.token_ids)].clone()
     return result

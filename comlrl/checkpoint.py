@@ -32,6 +32,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from comlrl.processes import World
+
 VERSION = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -60,36 +62,65 @@ class Contents:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(target: Path, contents: Contents, limit: int | None = None) -> Path:
+def write(target: Path, contents: Contents, limit: int | None = None, world: World | None = None) -> Path:
     """Write the folder `target`; with a limit, keep only the newest `limit` numbered checkpoints beside it.
 
     The new one is complete and synced before an old one goes, and an old one goes before the new one gets its name:
-    there are never more than `limit` plus the one in progress, and never none.
+    there are never more than `limit` plus the one in progress, and never none. With several processes (all of them
+    call) each writes the tensors that it has, and the main process does the rest; they share the file system.
     """
+    world = world or World()
     root = target.parent
-    root.mkdir(parents=True, exist_ok=True)
     staged = root / f"{STAGED}{target.name}"
-    shutil.rmtree(staged, ignore_errors=True)
     try:
-        _write_files(staged, contents)
-    except Exception as error:
-        shutil.rmtree(staged, ignore_errors=True)
-        if _disk_is_full(error):
+        _in_step(world, target, contents, lambda: _prepare(staged), main_only=True)
+        _in_step(world, target, contents, lambda: _write_tensors(staged, contents))
+        _in_step(world, target, contents, lambda: _complete(staged, contents), main_only=True)
+    except Exception:
+        if world.is_main:
+            shutil.rmtree(staged, ignore_errors=True)
+        raise
+    _in_step(world, target, contents, lambda: _give_name(staged, target, limit), main_only=True)
+    return target
+
+
+def _in_step(world: World, target: Path, contents: Contents, work: Callable[[], None], main_only: bool = False) -> None:
+    """work(), then wait for every process. A disk that is full for one of them is a DiskFullError in all."""
+
+    def unless_full() -> str | None:
+        try:
+            if world.is_main or not main_only:
+                work()
+        except Exception as error:
+            if _disk_is_full(error):
+                return f"{size_text(estimate_bytes(contents))} needed"
+            raise
+        return None
+
+    for text in world.together(unless_full):
+        if text is not None:
             raise DiskFullError(
                 errno.ENOSPC,
-                f"no space for checkpoint {target} ({size_text(estimate_bytes(contents))} needed); older ones are "
-                "untouched. Free some, lower checkpoint_total_limit, or set checkpoint_full_disk: continue",
-            ) from error
-        raise
+                f"no space for checkpoint {target} ({text}); older ones are untouched. Free some, lower "
+                "checkpoint_total_limit, or set checkpoint_full_disk: continue",
+            )
+
+
+def _prepare(staged: Path) -> None:
+    staged.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir()
+
+
+def _give_name(staged: Path, target: Path, limit: int | None) -> None:
     if limit is not None:
-        older = complete(root)
+        older = complete(target.parent)
         for old in older[: max(len(older) - (limit - 1), 0)]:
             _remove(old)
     if target.exists():
         _remove(target)
     staged.rename(target)
-    _sync_folder(root)
-    return target
+    _sync_folder(target.parent)
 
 
 def _disk_is_full(error: Exception) -> bool:
@@ -100,11 +131,14 @@ def _disk_is_full(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in full
 
 
-def _write_files(folder: Path, contents: Contents) -> None:
-    folder.mkdir()
+def _write_tensors(folder: Path, contents: Contents) -> None:
     for name, tensors in contents.tensors.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, folder / name)
+
+
+def _complete(folder: Path, contents: Contents) -> None:
+    """All that is no tensor, and the marker with every file's hash."""
     for name, data in contents.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -364,15 +398,21 @@ def load_model_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor], wh
             tensor.copy_(tensors[name])
 
 
+def tensor_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model_tensors(model).items()}
+
+
 def check_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    own = model_tensors(model)
+    check_shapes(tensor_shapes(model), tensors, where)
+
+
+def check_shapes(own: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], where: str) -> None:
     for name in sorted(own.keys() ^ tensors.keys()):
         raise CheckpointError(f"{where}: parameter {name} is only in the {'model' if name in own else 'checkpoint'}")
-    for name, tensor in own.items():
-        if tensor.shape != tensors[name].shape:
+    for name, shape in own.items():
+        if shape != tensors[name].shape:
             raise CheckpointError(
-                f"{where}: {name} has shape {list(tensors[name].shape)} in the checkpoint, "
-                f"{list(tensor.shape)} in the model"
+                f"{where}: {name} has shape {list(tensors[name].shape)} in the checkpoint, {list(shape)} in the model"
             )
 
 

@@ -1,11 +1,17 @@
-"""One optimizer step of one model."""
+"""One optimizer step of one model: plain torch here, DeepSpeed ZeRO in `comlrl.zero`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import get_scheduler
+
+from comlrl import checkpoint
+from comlrl.agents import Agent
+from comlrl.placement import ALONE, Group
 
 # Schedules of transformers.get_scheduler that need no number of steps, and those that do.
 OPEN_SCHEDULES = ("constant", "constant_with_warmup")
@@ -24,38 +30,71 @@ class OptimizerSettings:
     warmup_steps: int = 0
 
 
+BUCKET = 50_000_000  # numbers that travel at once
+
+
+def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, total_steps: int | None) -> Any:
+    name = settings.schedule
+    if name == "constant" and settings.warmup_steps:
+        name = "constant_with_warmup"
+    return get_scheduler(name, optimizer, num_warmup_steps=settings.warmup_steps, num_training_steps=total_steps)
+
+
 class Engine:
     """AdamW on fp32 weights with clipping and a learning-rate schedule.
 
-    A step has three parts, so that a team can check every agent's gradient before any weight moves:
-    `backward` (any number of times), `grad_norm`, then `step` or `skip`.
+    A step has four parts, so that a team can check every agent's gradient before any weight moves: `backward` (any
+    number of times), `reduce`, `grad_norm`, then `step` or `skip`. With several processes each has its share of the
+    loss, a sum, and `reduce` adds the gradients up. Not DDP: gradients are accumulated over micro-batches first, so
+    there is nothing that communication could overlap with, and processes may have different numbers of them.
     """
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings, total_steps: int | None):
+    lockstep = False  # whether every process of the group has to call `run` and `backward` equally often
+    stage = 0  # of ZeRO
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, total_steps: int | None, group: Group = ALONE):
         self.model = model
         self.settings = settings
+        self.group = group
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
-        name = settings.schedule
-        if name == "constant" and settings.warmup_steps:
-            name = "constant_with_warmup"
-        self.scheduler = get_scheduler(
-            name, self.optimizer, num_warmup_steps=settings.warmup_steps, num_training_steps=total_steps
-        )
+        self.optimizer = make_optimizer(model, settings)
+        self.scheduler = make_scheduler(self.optimizer, settings, total_steps)
 
     @property
     def learning_rate(self) -> float:
         return self.scheduler.get_last_lr()[0]
 
-    def backward(self, loss: Tensor) -> None:
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """function(model, ...): every forward of the trained weights goes through here."""
+        return function(self.model, *args, **kwargs)
+
+    def backward(self, loss: Tensor, last: bool = True) -> None:
+        """`last`: whether no other one follows before `reduce`."""
         loss.backward()
+
+    def reduce(self) -> None:
+        """Add up the gradients of the group's processes; all of them have to call."""
+        if self.group.size == 1:
+            return
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
+        for bucket in buckets(gradients, BUCKET):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(flat, group=self.group.process_group)
+            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket])):
+                gradient.copy_(total.view_as(gradient))
+        for parameter, gradient in zip(self.parameters, gradients):
+            parameter.grad = gradient
 
     def grad_norm(self) -> float:
         """Global 2-norm of the accumulated gradient, before clipping; 0 if there is none."""
@@ -84,10 +123,21 @@ class Engine:
     def clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    # What a checkpoint holds: moments by parameter name, so that it does not depend on how parameters are grouped.
+    def refresh(self, agent: Agent) -> None:
+        """Bring an agent's sampling copy up to date with the weights."""
+        agent.weights_changed()
+
+    # What a checkpoint holds, by parameter name, so that it does not depend on how parameters are grouped.
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole fp32 weights and buffers by name. With ZeRO, all processes of the group have to call."""
+        return checkpoint.model_tensors(self.model)
+
+    def load_weights(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        checkpoint.load_model_tensors(self.model, tensors, where)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """AdamW's moments: `exp_avg.<name>` and `exp_avg_sq.<name>`; none before the first step."""
@@ -111,14 +161,47 @@ class Engine:
                 state = {key: torch.empty_like(parameter).copy_(tensors[f"{key}.{name}"]) for key in MOMENTS}
                 state["step"] = torch.tensor(float(counters["optimizer_steps"]), device=parameter.device)
                 self.optimizer.state[parameter] = state
-        self.scheduler.last_epoch = counters["schedule_steps"]
-        rates = [
-            base * scale(self.scheduler.last_epoch)
-            for base, scale in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)
-        ]
+        self.load_schedule(counters["schedule_steps"])
+
+    def load_schedule(self, steps: int) -> None:
+        self.scheduler.last_epoch = steps
+        rates = [base * scale(steps) for base, scale in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)]
         for group, rate in zip(self.optimizer.param_groups, rates):
             group["lr"] = rate
         self.scheduler._last_lr = rates
+
+
+class Frozen:
+    """A model that is not trained (a reference), and the group of processes that share its work."""
+
+    lockstep = False
+
+    def __init__(self, model: nn.Module, group: Group = ALONE):
+        self.model = model
+        self.group = group
+        self.device = next(model.parameters()).device
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(self.model, *args, **kwargs)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole weights by name. With ZeRO-3, all processes of the group have to call."""
+        return checkpoint.model_tensors(self.model)
+
+    def load_weights(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        checkpoint.load_model_tensors(self.model, tensors, where)
+
+
+def buckets(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Neighbours, together at most `size` numbers (a larger one stands alone)."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > size:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def shared_parameter(models: Sequence[nn.Module]) -> tuple[int, int] | None:

@@ -1,5 +1,6 @@
 """From names and loaded objects to a team of agents, its references and its formatters."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,20 +136,26 @@ def _tokenizers(tokenizer: Any, sources: list[Any], count: int) -> list[str | Pr
     return [source if item is None else item for item, source in zip(given, sources)]
 
 
-def load_references(agents: Sequence[Agent], devices: str | Sequence[str] | None) -> list[nn.Module]:
-    """A frozen copy of each agent's weights as they are now, in its compute dtype; by default on its device."""
+def load_references(
+    agents: Sequence[Agent], devices: str | Sequence[str] | None, wanted: Sequence[bool]
+) -> dict[int, nn.Module]:
+    """A frozen copy of each wanted agent's weights as they are now, in its compute dtype; by default on its device."""
     places = [agent.device for agent in agents]
     if devices is not None:
         places = [torch.device(name) for name in resolve_devices(devices, len(agents), "reference_devices")]
-    copies: list[nn.Module] = [frozen_copy(agent.model, agent.compute_dtype) for agent in agents]
-    return [model.to(place) for model, place in zip(copies, places)]
+    return {
+        index: frozen_copy(agent.model, agent.compute_dtype).to(device=places[index])  # type: ignore[call-arg]
+        for index, agent in enumerate(agents)
+        if wanted[index]
+    }
 
 
 def resolve_devices(spec: str | Sequence[str] | None, count: int, key: str = "agent_devices") -> list[str]:
-    """One device a model: as named; none: cuda:0, else cpu; auto: the GPUs in turn, else cpu."""
+    """One device a model: as named; none: this process's GPU, else cpu; auto: the GPUs in turn, else cpu."""
     gpus = torch.cuda.device_count()
     if spec is None:
-        return ["cuda:0" if gpus else "cpu"] * count
+        local = int(os.environ.get("LOCAL_RANK", "0")) % max(gpus, 1)
+        return [f"cuda:{local}" if gpus else "cpu"] * count
     if spec == "auto":
         return [f"cuda:{index % gpus}" if gpus else "cpu" for index in range(count)]
     names = [spec] if isinstance(spec, str) else list(spec)

@@ -1,4 +1,4 @@
-"""Out of memory: halve what goes through a model at once, on all ranks together, and do the work again."""
+"""Out of memory: halve what goes through a model at once, in all processes together, and do the work again."""
 
 import gc
 from collections.abc import Callable
@@ -9,23 +9,20 @@ import torch
 T = TypeVar("T")
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether it is so on any rank; every rank has to ask. There is one rank as yet."""
-    return flag
-
-
 class Limit:
     """How much goes through a model at once: halved when memory runs out, and it stays halved.
 
-    key: the setting that it starts from, for messages. incidents: one line a halving, for the trainer to log and clear.
+    key: the setting that it starts from, for messages. any_process: whether a flag is set in any process (all of them
+    ask). incidents: one line a halving, for the trainer to log and clear.
     """
 
-    def __init__(self, key: str, value: int):
+    def __init__(self, key: str, value: int, any_process: Callable[[bool], bool] = bool):
         self.key, self.value = key, value
+        self.any_process = any_process
         self.incidents: list[str] = []
 
     def run(self, work: Callable[[int], T], most: int, least: int = 1) -> T:
-        """work(limit), again with half the limit each time that it runs out of memory, on any rank.
+        """work(limit), again with half the limit each time that it runs out of memory, in any process.
 
         `work` must be able to start anew. `most`: all that there is to do, so that a limit above it bounds nothing;
         `least`: what cannot be divided. Raises torch.OutOfMemoryError when there is nothing left to halve.
@@ -36,7 +33,7 @@ class Limit:
                 result = work(self.value)
             except torch.OutOfMemoryError as error:
                 failure = str(error)  # not the error itself: its frames hold the tensors
-            if not any_rank(failure is not None):
+            if not self.any_process(failure is not None):
                 return result
             bound = min(self.value, most)
             if bound <= least:

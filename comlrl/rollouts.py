@@ -14,10 +14,12 @@ from comlrl import credit
 from comlrl.agents import Agent, Prompt
 from comlrl.generation import Completion, Request, Sampling, generate, sample_seed
 from comlrl.memory import Limit
-from comlrl.placement import AgentPool
+from comlrl.placement import AgentPool, Placement
+from comlrl.processes import World
 from comlrl.rewards import JointReward, RewardCall, Rewards
 
 Row = dict[str, Any]
+Answers = dict[tuple[int, int, int], Completion]  # by agent, node of the level, sample
 
 # What an external transition may ask for by name: the published five, and three more.
 FEEDBACK = (
@@ -135,6 +137,7 @@ class Rollouts:
         passthrough: bool = False,
         max_rows: int = 256,
         pool: AgentPool | None = None,
+        placement: Placement | None = None,
     ):
         self.agents = list(agents)
         self.rewards = rewards
@@ -146,7 +149,9 @@ class Rollouts:
         self.chat_template = chat_template
         self.prompt_limits = list(prompt_limits)  # tokens, one an agent
         self.passthrough = passthrough
-        self.limit = Limit("generation_batch_rows", max_rows)
+        self.placement = placement or Placement(World(), None, {"agents": len(self.agents)})
+        self.world = self.placement.world
+        self.limit = Limit("generation_batch_rows", max_rows, self.world.any)
         self.pool = pool or AgentPool("none", [agent.device for agent in self.agents])
 
     def expand(
@@ -257,33 +262,62 @@ class Rollouts:
 
     def _generate(self, level: list[Node], shape: TreeShape, sampling: Sampling, seed_key: tuple) -> None:
         """One call an agent: the K samples of every node, and the greedy answers beside them."""
+        groups = self.placement.of("agents")
 
-        def answers(index: int, max_rows: int) -> list[list[Completion]]:
-            requests = []
+        def seeds(node: Node, agent: int) -> list[int | None]:
+            if node.greedy:
+                return [None]
+            count = shape.generations(node.turn)
+            drawn: list[int | None] = [sample_seed(*seed_key, node.row_id, node.path, agent, k) for k in range(count)]
+            return drawn if node.baseline is None else [*drawn, None]
+
+        # (node, sample, seed) of every answer that is wanted from an agent.
+        wanted = [
+            [(n, k, seed) for n, node in enumerate(level) for k, seed in enumerate(seeds(node, agent))]
+            for agent in range(len(self.agents))
+        ]
+
+        def answers(agent: int, max_rows: int) -> Answers:
+            """This process's share of one agent's answers."""
+            jobs: dict[int, list[tuple[int, int | None]]] = {}
+            for n, k, seed in groups[agent].share(wanted[agent]):
+                jobs.setdefault(n, []).append((k, seed))
+            requests = [Request(level[n].prompt_ids[agent], [seed for _, seed in job]) for n, job in jobs.items()]
+            results = generate(self.agents[agent], requests, sampling, max_rows) if requests else []
+            return {
+                (agent, n, k): completion
+                for (n, job), completions in zip(jobs.items(), results, strict=True)
+                for (k, _), completion in zip(job, completions, strict=True)
+            }
+
+        def all_answers(max_rows: int) -> Answers:
+            parts = self.pool.map(lambda agent: answers(agent, max_rows), len(self.agents))
+            return {key: completion for part in parts for key, completion in part.items()}
+
+        most = max(map(len, wanted))
+        results = self.world.union(lambda: self.limit.run(all_answers, most))
+        self._check_same_tree(level)
+        for agent in range(len(self.agents)):
             for node in level:
-                seeds: list[int | None] = [None]
-                if not node.greedy:
-                    count = shape.generations(node.turn)
-                    seeds = [sample_seed(*seed_key, node.row_id, node.path, index, k) for k in range(count)]
-                    if node.baseline is not None:
-                        seeds.append(None)
-                requests.append(Request(node.prompt_ids[index], seeds))
-            return generate(self.agents[index], requests, sampling, max_rows) if requests else []
-
-        def all_answers(max_rows: int) -> list[list[list[Completion]]]:
-            return self.pool.map(lambda index: answers(index, max_rows), len(self.agents))
-
-        most = sum(shape.generations(node.turn) + (node.baseline is not None) for node in level)
-        for results in self.limit.run(all_answers, most):
-            for node, completions in zip(level, results, strict=True):
+                node.completions.append([])
+            for n, k, _ in wanted[agent]:
+                level[n].completions[agent].append(results[agent, n, k])
+            for node in level:
                 if node.baseline is not None:
-                    node.baseline.completions.append([completions[-1]])
-                    completions = completions[:-1]
-                node.completions.append(completions)
+                    node.baseline.completions.append([node.completions[agent].pop()])
         for node in level:
             node.joint_actions = joint_actions(len(node.completions[0]), len(self.agents), shape.joint_mode)
             if node.baseline is not None:
                 node.baseline.joint_actions = joint_actions(1, len(self.agents), "aligned")
+
+    def _check_same_tree(self, level: list[Node]) -> None:
+        """Every process builds the tree by itself, so its formatters must say the same everywhere."""
+        mine = hash(tuple(tuple(ids) for node in level for ids in node.prompt_ids))
+        if len(set(self.world.exchange(mine))) > 1:
+            raise ValueError(
+                "the processes made different prompts of the same rows: formatters must not draw random numbers or "
+                "depend on the process"
+            )
 
     def _score(self, nodes: list[Node], stats: RolloutStats) -> None:
         """One reward a joint action; answers that a coordinator garbled get its declared reward instead."""
@@ -310,30 +344,54 @@ class Rollouts:
                         sample_ids=[node.sample_id(j) for j in picked],
                     )
                 )
-        for (node, picked), results in zip(jobs, self.rewards(calls), strict=True):
+        for (node, picked), results in zip(jobs, self._rewards_of(calls), strict=True):
             for j, result in zip(picked, results, strict=True):
                 node.rewards[j], node.parts[j] = result.value, result.parts
 
+    def _rewards_of(self, calls: list[RewardCall]) -> list[list[JointReward]]:
+        """Each joint answer is scored once, in one of the processes."""
+        if self.world.alone:
+            return self.rewards(calls)
+        mine = range(self.world.rank, len(calls), self.world.size)
+        before, told = dict(self.rewards.counters), self.rewards.incidents
+        self.rewards.incidents = []
+
+        def score() -> tuple[dict[int, list[JointReward]], dict[str, int], list[str]]:
+            results = dict(zip(mine, self.rewards([calls[place] for place in mine]), strict=True))
+            counts = {key: value - before[key] for key, value in self.rewards.counters.items()}
+            return results, counts, self.rewards.incidents
+
+        merged: dict[int, list[JointReward]] = {}
+        parts = self.world.together(score)
+        self.rewards.counters = before
+        for results, counts, lines in parts:
+            merged |= results
+            told += lines
+            for key, count in counts.items():
+                before[key] += count
+        self.rewards.incidents = told
+        return [merged[place] for place in range(len(calls))]
+
     def _children(self, nodes: list[Node], shape: TreeShape, stats: RolloutStats) -> list[Node]:
         """One child a rewarded joint action, unless the node ended early."""
-        level = []
+        going_on: list[tuple[Node, int]] = []
         for node in nodes:
             known = node.known_rewards()
             node.children = [None] * len(node.joint_actions)
             threshold = shape.early_termination_threshold
-            if not known or (threshold is not None and credit.mean(known) > threshold):
+            if known and (threshold is None or credit.mean(known) <= threshold):
+                going_on += [(node, j) for j, reward in enumerate(node.rewards) if reward is not None]
+        level = []
+        prompts = self.world.divide(going_on, lambda pair: self._feedback(*pair))
+        for (node, j), external in zip(going_on, prompts, strict=True):
+            child = self._make_node(node.row_id, node.row, node, j, external)
+            if child is None:
+                stats.dropped_branches += 1
                 continue
-            weight = credit.child_weight(node.weight, len(known), shape.discount, shape.node_weighting)
-            for j, reward in enumerate(node.rewards):
-                if reward is None:
-                    continue
-                child = self._make_node(node.row_id, node.row, node, j, self._feedback(node, j))
-                if child is None:
-                    stats.dropped_branches += 1
-                    continue
-                child.weight = weight
-                node.children[j] = child
-                level.append(child)
+            known = node.known_rewards()
+            child.weight = credit.child_weight(node.weight, len(known), shape.discount, shape.node_weighting)
+            node.children[j] = child
+            level.append(child)
         return level
 
     def _feedback(self, node: Node, action: int) -> Sequence[Prompt]:

@@ -30,11 +30,16 @@ class StopSignal:
 
     Inside `with stop.abandonable()` a signal raises `Abandoned` there and then: nobody waits for a rollout of an hour.
     Python runs no handler while one call of torch is running, but there are many of them a second.
+
+    With several processes (`alone` is False) a signal is only noted, in `received`; when they next exchange something,
+    it becomes `requested` in all of them, and inside `abandonable` all of them raise `Abandoned` together.
     """
 
-    def __init__(self) -> None:
-        self.requested: int | None = None
-        self._abandon = False
+    def __init__(self, alone: bool = True) -> None:
+        self.alone = alone
+        self.received: int | None = None  # by this process
+        self.requested: int | None = None  # what all processes know
+        self.may_abandon = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -50,23 +55,25 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The next Ctrl-C is the kernel's: it ends us even inside a long call.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if self.requested is None:
-            self.requested = number
+        if self.received is None:
+            self.received = number
             # Not print, which may be what was interrupted.
             os.write(2, f"signal {number}: saving, then exit; Ctrl-C again exits at once\n".encode())
-        if self._abandon:
-            self._abandon = False
-            raise Abandoned
+        if self.alone:
+            self.requested = self.received
+            if self.may_abandon:
+                self.may_abandon = False
+                raise Abandoned
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
-        self._abandon = True
+        self.may_abandon = True
         try:
             self._give_up_if_requested()
             yield
             self._give_up_if_requested()  # somebody's bare `except:` may have swallowed it
         finally:
-            self._abandon = False
+            self.may_abandon = False
 
     def _give_up_if_requested(self) -> None:
         if self.requested is not None:

@@ -151,6 +151,16 @@ class TokenMeter:
             largest = f"{prefix}/sampler_gap_max"
             self.sums[largest] = max(self.sums.get(largest, 0.0), float(logged["sampler_gap"][here].max()))
 
+    def merge(self, other: "TokenMeter") -> None:
+        """Take in what another process has measured."""
+        for turn, count in other.tokens.items():
+            self.tokens[turn] = self.tokens.get(turn, 0.0) + count
+        for key, value in other.sums.items():
+            if key.endswith("/sampler_gap_max"):
+                self.sums[key] = max(self.sums.get(key, 0.0), value)
+            else:
+                self._add(key, value)
+
     def _add(self, key: str, value: float) -> None:
         self.sums[key] = self.sums.get(key, 0.0) + value
 

@@ -162,6 +162,8 @@ class Run:
         self.verbose = verbose
         self.total_steps = total_steps
         self._closed = False
+        self._folder: Path | None = None
+        self._state: dict[str, Any] = {}
         if not is_main:
             return
 
@@ -178,7 +180,7 @@ class Run:
 
         if resume_folder is None:
             self._folder = create_folder(root, name)
-            self._state: dict[str, Any] = {
+            self._state = {
                 "id": uuid.uuid4().hex,
                 "name": self._folder.name,
                 "created": timestamp(),
@@ -189,12 +191,12 @@ class Run:
             self._folder = Path(resume_folder)
             self._reopen(resume_step, resume_sizes or {})
         settings = plain(config)
-        write_keeping_old(self._folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        write_keeping_old(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         versions = {**environment_versions(), "seed": seed}
-        write_keeping_old(self._folder / "versions.json", json.dumps(versions, indent=2) + "\n")
+        write_keeping_old(self.folder / "versions.json", json.dumps(versions, indent=2) + "\n")
         self._write_state()
-        self._metrics = (self._folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-        self._completions = (self._folder / "completions.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._completions = (self.folder / "completions.jsonl").open("a", encoding="utf-8", buffering=1)
 
         for tracker_name in tracker_names:
             if tracker_name == "wandb":
@@ -213,17 +215,23 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run's folder. Known to the main process only: broadcast it where others need it."""
-        if not self.is_main:
-            raise RuntimeError("only the main process has the run's folder; broadcast it")
+        """The run's folder. Another process than the main one knows it after `follow`."""
+        assert self._folder is not None, "only the main process has the run's folder; give it to the others by follow"
         return self._folder
 
     @property
     def id(self) -> str:
-        """32 hexadecimal digits, kept when the run is resumed. Known to the main process only."""
-        if not self.is_main:
-            raise RuntimeError("only the main process has the run's id; broadcast it")
+        """32 hexadecimal digits, kept when the run is resumed."""
         return self._state["id"]
+
+    def identity(self) -> tuple[Path, str] | None:
+        """What the main process tells the others."""
+        return (self.folder, self.id) if self.is_main else None
+
+    def follow(self, identity: tuple[Path, str] | None) -> None:
+        if not self.is_main:
+            assert identity is not None
+            self._folder, self._state = identity[0], {"id": identity[1]}
 
     def log(self, metrics: Mapping[str, Any], *, step: int, env_step: int, epoch: float, kind: str = "train") -> None:
         """Record the metrics of one optimizer step (`kind="train"`) or of one evaluation (`kind="eval"`).
@@ -277,7 +285,7 @@ class Run:
         """Tell the user of an incident, on the console and in `log.txt`."""
         if not self.is_main:
             return
-        with (self._folder / "log.txt").open("a", encoding="utf-8") as log:
+        with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
             log.write(f"{timestamp()} {printable(text)}\n")
         if self.verbose:
             say(text)
@@ -289,7 +297,9 @@ class Run:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the record files so far, all on the disk: where a resume from this moment goes on."""
-        sizes = {}
+        sizes: dict[str, int] = {}
+        if not self.is_main:
+            return sizes
         for stream in (self._metrics, self._completions):
             if not stream.closed:
                 stream.flush()
@@ -327,27 +337,27 @@ class Run:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise RuntimeError(f"the run in {str(self._folder)!r} is closed; log before close()")
+            raise RuntimeError(f"the run in {str(self.folder)!r} is closed; log before close()")
 
     def _reopen(self, resume_step: int | None, sizes: Mapping[str, int]) -> None:
         """Take over an existing folder: its id, and its lines up to `sizes`, or `resume_step`."""
-        path = self._folder / "run.json"
+        path = self.folder / "run.json"
         if not path.is_file():
-            raise ValueError(f"resume_folder={str(self._folder)!r} is not a run's folder: it has no run.json")
+            raise ValueError(f"resume_folder={str(self.folder)!r} is not a run's folder: it has no run.json")
         self._state = json.loads(path.read_text(encoding="utf-8"))
         names = ("metrics", "completions")
         for name in names:
-            file = self._folder / f"{name}.jsonl"
+            file = self.folder / f"{name}.jsonl"
             if (file.stat().st_size if file.exists() else 0) < sizes.get(name, 0):
                 self.note(f"{file.name} is shorter than it was at the checkpoint: lines are missing")
-        dropped = [truncate_lines(self._folder / f"{name}.jsonl", resume_step, sizes.get(name)) for name in names]
-        if (self._folder / "metrics.jsonl").exists():
-            self._tracker_step = max((line["env_step"] for line in read_metrics(self._folder)), default=0)
+        dropped = [truncate_lines(self.folder / f"{name}.jsonl", resume_step, sizes.get(name)) for name in names]
+        if (self.folder / "metrics.jsonl").exists():
+            self._tracker_step = max((line["env_step"] for line in read_metrics(self.folder)), default=0)
         where = "" if resume_step is None else f" from step {resume_step}"
         self.note(f"resumed{where}; dropped {dropped[0]} metrics lines and {dropped[1]} completions after it")
 
     def _write_state(self) -> None:
-        write_text(self._folder / "run.json", json.dumps(self._state, indent=2) + "\n")
+        write_text(self.folder / "run.json", json.dumps(self._state, indent=2) + "\n")
 
     def _send_means(self) -> None:
         """Give the trackers each metric's mean over the steps, since their last train log, that have it."""

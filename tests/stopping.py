@@ -67,7 +67,7 @@ def build(kind=MAGRPOTrainer, data=None, reward_func=reward, args=None, seeds=(2
 def state_of(trainer):
     """Everything that two runs must agree on, as tensors and numbers."""
     tensors = {}
-    for index, (agent, engine) in enumerate(zip(trainer.agents, trainer.engines)):
+    for index, (agent, engine) in enumerate(zip(trainer.agents, trainer.engines.values())):
         named = {**checkpoint.model_tensors(agent.model), **engine.state_tensors()}
         tensors |= {f"{index}.{name}": tensor.detach().clone() for name, tensor in named.items()}
     return tensors
@@ -85,7 +85,7 @@ def assert_same_run(one, other):
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
-    assert [e.counters() for e in one.engines] == [e.counters() for e in other.engines]
+    assert [e.counters() for e in one.engines.values()] == [e.counters() for e in other.engines.values()]
     for name in ("metrics", "completions"):
         mine, theirs = lines_of(one.run.folder, name), lines_of(other.run.folder, name)
         assert len(mine) == len(theirs)

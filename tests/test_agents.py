@@ -22,7 +22,8 @@ from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from comlrl import embedded
 from comlrl.agents import Agent, completion_logprobs, eos_token_ids, pad_token_id, token_logprobs
-from comlrl.batches import Sample, collate, frozen_logprobs, micro_batches
+from comlrl.batches import Sample, collate, cut, frozen_logprobs
+from comlrl.engine import Frozen
 from comlrl.generation import Request, Sampling, generate, left_pad, right_pad
 
 CPU = torch.device("cpu")
@@ -402,15 +403,15 @@ def make_samples():
 @pytest.mark.parametrize("budget", [1, 40, 70, 10_000])
 def test_logprobs_do_not_depend_on_how_samples_are_cut(load_agent, tiny, budget):
     agent, samples = load_agent(tiny), make_samples()
-    batches = list(micro_batches(samples, agent, budget))
+    batches = [collate(part, agent) for part in cut(samples, budget)]
     assert sorted(s.name for b in batches for s in b.samples) == [s.name for s in samples]
     for batch in batches:
         tokens = batch.prompt_ids.numel() + batch.completion_ids.numel()
         assert tokens <= budget or len(batch.samples) == 1
-    found = frozen_logprobs(samples, agent, agent.model, 0.5, budget)
-    for sample in samples:
+    found = frozen_logprobs(samples, agent, Frozen(agent.model).run, agent.device, 0.5, budget)
+    for place, sample in enumerate(samples):
         expected = plain_logprobs(agent.model, sample.prompt_ids, sample.token_ids, 0.5)
-        torch.testing.assert_close(found[id(sample)], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[place], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_with_pad_equal_eos_exactly_the_sampled_tokens_are_trained(load_agent, tiny):
@@ -422,7 +423,7 @@ def test_with_pad_equal_eos_exactly_the_sampled_tokens_are_trained(load_agent, t
     batch = collate(samples, agent)
     assert batch.completion_ids[0].tolist() == [65, 66, EOS, EOS, EOS]
     assert batch.completion_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
-    logprobs, _ = batch.logprobs(agent, agent.model, 1.0, entropy="value")
+    logprobs, _ = batch.logprobs(Frozen(agent.model).run, agent, 1.0, entropy="value")
     assert (logprobs[0, :3] < 0).all()
     assert (logprobs[0, 3:] == 0).all()
 

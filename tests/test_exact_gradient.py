@@ -412,13 +412,15 @@ def test_kl_in_the_return_has_the_gradient_of_the_exact_kl(mode):
     kl = {"reference_kl_enabled": True, "reference_kl_in": "return", "reference_kl_coef": 0.7}
     trees = AllTrees(Case(WORDS, 2, turns=1, settings=kl))
     trainer, enumeration = trees.team_trainer, trees.enumeration
-    for seed, reference in enumerate(trainer.references):
+    for seed, reference in enumerate(frozen.model for frozen in trainer.references.values()):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     penalty = 0.0
-    for i, (agent, reference) in enumerate(zip(trainer.agents, trainer.references)):
+    for i, (agent, reference) in enumerate(
+        zip(trainer.agents, [frozen.model for frozen in trainer.references.values()])
+    ):
         logprobs = enumeration.logprobs[i][None]
         other = answer_logprobs(WORDS, reference, agent.encode(WORDS.prompt(None, i)))
         penalty = penalty + 0.7 * (logprobs.exp() * (logprobs - other)).sum()

@@ -106,7 +106,7 @@ def test_any_forward_may_fail(at):
 
     def breaking(stop):
         if not broken:
-            for name, model in (("policy", trainer.agents[0].model), ("reference", trainer.references[1])):
+            for name, model in (("policy", trainer.agents[0].model), ("reference", trainer.references[1].model)):
                 broken[name] = OutOfMemory(model, at=at)
         prepare(stop)
 

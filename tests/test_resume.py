@@ -473,8 +473,8 @@ def test_references_are_those_of_the_start():
     again.train(resume_from_checkpoint="b/ck", checkpoint_dir="b/ck")
     undisturbed = whole(**changes)
     assert_same_run(undisturbed, again)
-    for one, other in zip(undisturbed.references, again.references):
-        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
+    for one, other in zip(undisturbed.references.values(), again.references.values()):
+        assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters()))
 
 
 def test_a_named_reference_that_has_changed_is_refused(tmp_path, tiny):

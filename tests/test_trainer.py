@@ -394,7 +394,7 @@ def test_dropout_acts_nowhere(gpt2):
     for agent in range(2):
         assert first[f"agent_{agent}/turn_1/sampler_gap_max"] < 1e-4
         assert first[f"agent_{agent}/turn_1/reference_kl"] == pytest.approx(0, abs=1e-9)
-    models = [*(agent.model for agent in trainer.agents), *trainer.references]
+    models = [*(agent.model for agent in trainer.agents), *(frozen.model for frozen in trainer.references.values())]
     assert not any(module.training for model in models for module in model.modules())
 
 

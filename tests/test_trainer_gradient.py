@@ -175,7 +175,7 @@ def plain_gradients(trainer, roots, steps):
     args, nodes = trainer.args, list(walk(roots))
     size = args.train_batch_size or args.rollout_buffer_size
     chunks = [c for e in range(args.epochs_per_rollout) for c in trainer.minibatches(len(nodes), size, e)]
-    references = trainer.references or [agent.model for agent in trainer.agents]
+    references = [trainer.references[i].model if trainer.references else trainer.agents[i].model for i in range(2)]
     return [
         [plain_gradient(args, i, nodes, chunk, len(roots), models[i], steps[0][i], references[i]) for i in range(2)]
         for chunk, models in zip(chunks, steps, strict=True)

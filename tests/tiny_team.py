@@ -129,7 +129,7 @@ class GradientTrainer(MAGRPOTrainer):
     def apply(self, metrics, norms, useful, problem):
         assert not problem
         self.gradients_seen.append([flat_gradient(agent.model) for agent in self.agents])
-        for engine in self.engines:
+        for engine in self.engines.values():
             engine.clear()
 
     def record_completions(self, roots):

@@ -7,20 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from comlrl import credit
 from comlrl.agents import Agent
-from comlrl.checkpoint import model_tensors, tensors_hash
+from comlrl.checkpoint import model_tensors, tensor_shapes, tensors_hash
 from comlrl.config import escape, to_dict
 from comlrl.data import RowSource
-from comlrl.engine import Engine, OptimizerSettings
+from comlrl.engine import Engine, Frozen, OptimizerSettings
 from comlrl.evaluation import Evaluation, evaluate_team
 from comlrl.generation import Sampling
 from comlrl.loading import build_formatters, check_team, load_references, load_team, resolve_devices
 from comlrl.memory import Limit
-from comlrl.placement import AgentPool, check_parallel_training
+from comlrl.placement import AgentPool, Group, Placement, check_parallel_training, check_placement
 from comlrl.planning import plan_text
+from comlrl.processes import World, by_deepspeed, process_count
 from comlrl.rewards import Rewards
 from comlrl.rollouts import Node, Rollouts, RolloutStats, Team, TreeShape, walk
 from comlrl.summaries import Metrics, completion_records, rollout_metrics
@@ -28,6 +27,7 @@ from comlrl.trackers import check_trackers
 from comlrl.tracking import Run
 from comlrl.trainers.checkpointing import Checkpointing
 from comlrl.trainers.reinforce_config import MAGRPOConfig
+from comlrl.zero import ZeroEngine, ZeroFrozen, read_config
 
 SAMPLING_OVERRIDES = ("max_new_tokens", "temperature", "top_p", "top_k")
 
@@ -82,7 +82,11 @@ class TeamTrainer(Checkpointing):
         # Everything that can be refused is refused before a model is loaded.
         self.args = self.resolve_args(args or self.config_class(), agents, num_agents, external_transition)
         args = self.args
-        check_parallel_training(args.parallel_training, args.agent_devices)
+        named = {"agent_devices": args.agent_devices, "reference_devices": args.reference_devices}
+        check_parallel_training(args.parallel_training, named, args.deepspeed_config is not None or by_deepspeed())
+        check_placement(args.placement, {kind: self.num_models() for kind in self.model_kinds()}, process_count())
+        if args.deepspeed_config is not None:
+            read_config(args.deepspeed_config)
         if reward_func is None:
             raise ValueError("reward_func is missing: give a function f(completions_1, ..., completions_n) -> rewards")
         if (eval_logger is None) != (eval_aggregator is None):
@@ -137,23 +141,29 @@ class TeamTrainer(Checkpointing):
             timeout=args.reward_timeout,
             on_error=args.reward_on_error,
         )
+        # After the reward workers: from here on there are threads.
+        self.world = World(args.collective_timeout)
+        config = args.deepspeed_config if args.deepspeed_config is not None else self.world.deepspeed_config
+        self.zero = read_config(config) if config is not None else None
         super().__init__()
         if not dry_run:
             self.load_models()
 
     def load_models(self) -> None:
         args = self.args
+        self.placement = Placement(self.world, args.placement, {kind: self.num_models() for kind in self.model_kinds()})
+        homes = self.placement.of("agents")
         self.agents: list[Agent] = load_team(self.members)
-        self.references: list[torch.nn.Module] = (
-            load_references(self.agents, args.reference_devices) if args.reference_kl_enabled else []
-        )
         # Of fp32 weights, so that it does not depend on the device that computes.
         hashes = [tensors_hash(model_tensors(agent.model)) for agent in self.agents if args.reference_kl_enabled]
         self.reference_hashes = hashes
+        self.shapes = [tensor_shapes(agent.model) for agent in self.agents]
+        self.references: dict[int, Frozen] = self.load_references() if args.reference_kl_enabled else {}
+        for agent, group in zip(self.agents, homes):
+            if not group.member:
+                agent.unload()
         self.pool = AgentPool(args.parallel_training, [agent.device for agent in self.agents])
-        self.rollouts = build_rollouts(
-            self.agents, self.rewards, self.formatters, self.external_transition, self.team, args, self.pool
-        )
+        self.token_limit = Limit("micro_batch_tokens", args.micro_batch_tokens, self.world.any)
         settings = OptimizerSettings(
             args.agent_learning_rate,
             args.adam_betas,
@@ -163,8 +173,40 @@ class TeamTrainer(Checkpointing):
             args.lr_schedule,
             args.warmup_steps,
         )
-        self.token_limit = Limit("micro_batch_tokens", args.micro_batch_tokens)
-        self.engines = [Engine(agent.model, settings, self.total_steps) for agent in self.agents]
+        self.engines: dict[int, Engine] = {
+            index: self.make_engine(agent, settings, homes[index])
+            for index, agent in enumerate(self.agents)
+            if homes[index].member
+        }
+        self.rollouts = build_rollouts(
+            self.agents,
+            self.rewards,
+            self.formatters,
+            self.external_transition,
+            self.team,
+            args,
+            self.pool,
+            self.placement,
+        )
+
+    def model_kinds(self) -> list[str]:
+        """Kinds of models that `placement` may name."""
+        return ["agents", *(["references"] if self.args.reference_kl_enabled else [])]
+
+    def make_engine(self, agent: Agent, settings: OptimizerSettings, group: Group) -> Engine:
+        if self.zero is None:
+            return Engine(agent.model, settings, self.total_steps, group)
+        if self.zero["zero_optimization"]["stage"] == 3:
+            agent.make_sampler()
+        return ZeroEngine(agent.model, settings, self.total_steps, group, self.zero)
+
+    def load_references(self) -> dict[int, Frozen]:
+        """A frozen copy of each agent's weights as they are now, where its group is."""
+        args, groups = self.args, self.placement.of("references")
+        models = load_references(self.agents, args.reference_devices, [group.member for group in groups])
+        if self.zero is not None and self.zero["zero_optimization"]["stage"] == 3:
+            return {i: ZeroFrozen(m, groups[i], self.zero, self.agents[i].device) for i, m in models.items()}
+        return {i: Frozen(model, groups[i]) for i, model in models.items()}
 
     # ---- evaluation and records -------------------------------------------------------------------------------------
 
@@ -294,21 +336,27 @@ class TeamTrainer(Checkpointing):
     def open_run(self) -> Run:
         """The run's records; its folder is made now, or that of the loaded checkpoint is opened again."""
         if self.run is None:
-            self.run = Run(
-                self.args.output_dir,
-                self.run_name,
-                # A script's settings are written so that `--config` and `python -m comlrl.evaluate` read them back.
-                escape({**(self.run_config or {"trainer": type(self).__name__}), "args": to_dict(self.args)}),
-                seed=self.args.seed,
-                trackers=self.trackers,
-                wandb=self.wandb_config,
-                logging_steps=self.args.logging_steps,
-                verbose=self.verbose,
-                total_steps=self.total_steps,
-                **self.run_to_resume(),
-            )
+            self.world.together(self.make_run)
+            assert self.run is not None
+            self.run.follow(self.world.from_main(self.run.identity()))
         self.run.verbose = self.verbose
         return self.run
+
+    def make_run(self) -> None:
+        self.run = Run(
+            self.args.output_dir,
+            self.run_name,
+            # A script's settings are written so that `--config` and `python -m comlrl.evaluate` read them back.
+            escape({**(self.run_config or {"trainer": type(self).__name__}), "args": to_dict(self.args)}),
+            seed=self.args.seed,
+            trackers=self.trackers,
+            wandb=self.wandb_config,
+            logging_steps=self.args.logging_steps,
+            verbose=self.verbose,
+            total_steps=self.total_steps,
+            is_main=self.world.is_main,
+            **self.run_to_resume(),
+        )
 
     def close(self) -> None:
         """End the run: trackers are flushed and closed, reward workers ended."""
@@ -320,8 +368,11 @@ class TeamTrainer(Checkpointing):
 
     def save_model(self, output_dir: str) -> None:
         """`agent_i/` each: an ordinary Hugging Face folder with its tokenizer. The run stays open."""
-        for index, agent in enumerate(self.agents):
-            agent.save(f"{output_dir}/agent_{index}")
+        for index, engine in self.engines.items():
+            weights = engine.weights() if engine.lockstep or not self.world.is_main else None
+            if engine.group.leader:
+                self.agents[index].save(f"{output_dir}/agent_{index}", weights)
+        self.world.exchange(None)  # all are there when this returns
 
     def finish(self) -> None:
         self.open_run().note(f"finished at step {self.step}, env_step {self.env_step}")
@@ -440,6 +491,7 @@ def build_rollouts(
     team: Team,
     args: MAGRPOConfig,
     pool: AgentPool | None = None,
+    placement: Placement | None = None,
 ) -> Rollouts:
     return Rollouts(
         agents,
@@ -452,6 +504,7 @@ def build_rollouts(
         passthrough=args.external_prompt_passthrough,
         max_rows=args.generation_batch_rows,
         pool=pool,
+        placement=placement,
     )
 
 

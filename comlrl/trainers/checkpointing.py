@@ -16,9 +16,10 @@ from comlrl.agents import Agent
 from comlrl.batches import Sample
 from comlrl.data import RowSource
 from comlrl.encoding import encode
-from comlrl.engine import Engine
+from comlrl.engine import Engine, Frozen
 from comlrl.loading import Member
 from comlrl.memory import Limit
+from comlrl.processes import LostProcess, OutOfStep, World
 from comlrl.records import run_id
 from comlrl.rewards import Rewards
 from comlrl.rollouts import Node
@@ -41,8 +42,10 @@ class Checkpointing:
     args: MAGRPOConfig
     agents: list[Agent]
     members: list[Member]
-    engines: list[Engine]
-    references: list[torch.nn.Module]
+    world: World
+    engines: dict[int, Engine]  # of the agents that this process works on
+    references: dict[int, Frozen]
+    shapes: list[dict[str, torch.Size]]  # of each agent's whole weights
     reference_hashes: list[str]
     rows: RowSource
     rewards: Rewards
@@ -83,7 +86,7 @@ class Checkpointing:
             raise ValueError(f"{target} holds other files than a checkpoint; give another folder")
         self.open_run()
         self.sequence += 1
-        return str(checkpoint.write(target, resume.gather(self, self.sequence)))
+        return str(checkpoint.write(target, resume.gather(self, self.sequence), world=self.world))
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Put the state of a checkpoint back: the next `train` goes on from it.
@@ -97,7 +100,7 @@ class Checkpointing:
         self.resumed = {**contents.state, "found_in": folder.parent}
         self.sequence = contents.state["sequence"]
         self.moment, self.saved_at = None, self.progress
-        for engine in self.engines:
+        for engine in self.engines.values():
             engine.clear()
         self.resume_notes = [f"resumed from {folder} at step {self.step}", *notes]
 
@@ -143,14 +146,20 @@ class Checkpointing:
                     f"checkpoint_dir={str(root)!r} holds the checkpoints of another run; go on from one of them "
                     "(resume_from_checkpoint), or give another folder"
                 )
-        root.mkdir(parents=True, exist_ok=True)
-        checkpoint.settle(root)
+
+        def settle() -> None:
+            if self.world.is_main:
+                root.mkdir(parents=True, exist_ok=True)
+                checkpoint.settle(root)
+
+        self.world.together(settle)
         # Newer ones than that which was loaded stay until the limit takes them: torn ones, or another branch.
         self.sequence = max([self.sequence, *map(checkpoint.sequence_of, checkpoint.numbered(root))])
+        self.world.exchange(None)  # before anybody writes a new one
         resume.save_references(self, root)
 
     def announce_size(self, root: Path, run: Run) -> None:
-        size = sum(resume.checkpoint_bytes(agent.model) for agent in self.agents)
+        size = sum(resume.checkpoint_bytes(agent.model, own) for agent, own in zip(self.agents, self.shapes))
         size += sum(len(data) for files in self.agent_files.values() for data in files.values())
         limit = self.args.checkpoint_total_limit
         run.note(
@@ -171,6 +180,8 @@ class Checkpointing:
             self.note(f"stopped by signal {stop.requested} after step {self.step}, {self.where_saved()}")
             self.close()
             stop.exit()
+        except (LostProcess, OutOfStep):
+            raise  # nothing can be saved without the others
         except checkpoint.DiskFullError as error:
             self.note(f"stopped after step {self.step}: {error}")
             raise
@@ -195,13 +206,13 @@ class Checkpointing:
         if self.best_is_new:
             self.best_is_new = False
             self.write(self.checkpoint_dir / "checkpoint-best", None)
-        due = self.save_schedule.due(self.step, self.epoch)
+        due = self.world.from_main(self.save_schedule.due(self.step, self.epoch))  # clocks differ
         if due or (self.finished and self.saved_at != self.progress):
             self.save_numbered()
 
     def save_last(self) -> None:
         """After a signal or an error, if something would be lost; the piece that was running has not been."""
-        for engine in self.engines:
+        for engine in self.engines.values():
             engine.clear()
         if self.checkpoint_dir is not None and self.moment is not None and self.saved_at != self.progress:
             self.save_numbered()
@@ -221,7 +232,7 @@ class Checkpointing:
         """On a full disk the last good checkpoint stays; whether training goes on is a setting."""
         started = time.perf_counter()
         try:
-            checkpoint.write(target, resume.gather(self, self.sequence), limit)
+            checkpoint.write(target, resume.gather(self, self.sequence), limit, self.world)
         except checkpoint.DiskFullError as error:
             if self.args.checkpoint_full_disk == "stop":
                 raise
@@ -274,7 +285,7 @@ class Checkpointing:
     @cached_property
     def agent_files(self) -> dict[str, dict[str, bytes]]:
         """Config and tokenizer of each agent, as files."""
-        return {agent.name: resume.agent_files(agent) for agent in self.agents}
+        return {agent.name: agent.files() for agent in self.agents}
 
     # What the trainer has to offer.
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from comlrl import credit, losses
-from comlrl.batches import MicroBatch, Sample, frozen_logprobs, micro_batches
+from comlrl.batches import MicroBatch, Sample, collate, frozen_logprobs, share
 from comlrl.centralized import CentralizedComparatorAdapter, Coordinator, TaggedCentralizedComparatorAdapter
+from comlrl.engine import Engine
 from comlrl.generation import Sampling, sample_seed
 from comlrl.rollouts import Node, Team, walk
 from comlrl.signals import Abandoned, StopSignal
@@ -74,7 +75,8 @@ class MAGRPOTrainer(TeamTrainer):
         sampling = self.sampling_with(overrides)
         self.temperature = sampling.temperature
         self.start(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit)
-        with StopSignal() as stop, self.saved_at_the_end(stop):
+        with StopSignal(alone=self.world.alone) as stop, self.saved_at_the_end(stop):
+            self.world.stop = stop
             self.loop(sampling, stop)
         self.finish()
 
@@ -82,6 +84,7 @@ class MAGRPOTrainer(TeamTrainer):
         """One piece of work at a time; between two of them the run can be saved, stopped and resumed."""
         while True:
             self.moment = take_moment(self)
+            self.world.exchange(None)  # a signal that reached one process is now known to all
             if not self.evaluation_due:
                 self.save_if_due()
             if stop.requested is not None:
@@ -132,13 +135,7 @@ class MAGRPOTrainer(TeamTrainer):
             started = time.perf_counter()
             agents = range(len(self.agents))
             samples = [[self.samples(node, agent) for node in nodes] for agent in agents]
-            several = len(chunks) > 1
-            self.within_memory(
-                lambda budget: self.pool.map(
-                    lambda agent: self.fill_logprobs(agent, samples[agent], several, budget), len(agents)
-                ),
-                samples,
-            )
+            self.fill_logprobs(samples, several_steps=len(chunks) > 1)
             for agent in agents:
                 for node, group in zip(nodes, samples[agent], strict=True):
                     self.advantages(node, agent, group)
@@ -157,7 +154,7 @@ class MAGRPOTrainer(TeamTrainer):
         scale = nodes / (len(chunk) * len(self.buffer)) if tree else 1 / len(chunk)
         groups = [[samples[i] for i in chunk] for samples in self.prepared]
         with self.revocable(stop):
-            gradients = self.within_memory(lambda budget: self.gradients(groups, scale, budget), groups)
+            gradients = self.gradients(groups, scale)
             if gradients[3] and args.nonfinite == "raise":
                 raise FloatingPointError(f"{gradients[3]} (nonfinite: skip goes on without such steps)")
         self.chunks = self.chunks[1:]
@@ -175,45 +172,57 @@ class MAGRPOTrainer(TeamTrainer):
         longest = max((size for each in sizes for size in each), default=1)
         return self.token_limit.run(work, most=max(map(sum, sizes)), least=longest)
 
-    def gradients(
-        self, groups: list[list[list[Sample]]], scale: float, budget: int
-    ) -> tuple[Metrics, list[float], list[bool], str]:
+    def gradients(self, groups: list[list[list[Sample]]], scale: float) -> tuple[Metrics, list[float], list[bool], str]:
         """Every agent's gradient on one minibatch: groups[agent][node] are samples. No weight moves.
-
-        budget: tokens of a micro-batch.
 
         Returns metrics, gradient norms, which agents have something to learn, and what is not finite ("" if all is).
         """
         started = time.perf_counter()
+        agents = range(len(self.agents))
+
+        def work(budget: int) -> dict[tuple[int, int], tuple[TokenMeter, str]]:
+            for engine in self.engines.values():
+                engine.clear()  # of an attempt that ran out of memory
+            learned = self.pool.map(lambda index: self.learn(index, groups[index], scale, budget), len(agents))
+            return {(index, self.world.rank): learned[index] for index in self.engines}
+
+        parts = self.world.union(lambda: self.within_memory(work, groups))
+        useful = [any(s.trained for group in groups[i] for s in group) for i in agents]
+        numbers = self.world.union(lambda: {i: self.reduced(engine) for i, engine in self.engines.items()})
         metrics: Metrics = {}
-        norms: list[float] = []
         problem = ""
-        for engine in self.engines:
-            engine.clear()  # of an attempt that ran out of memory
-        learned = self.pool.map(lambda index: self.learn(index, groups[index], scale, budget), len(self.agents))
-        for index, (agent, (numbers, bad)) in enumerate(zip(self.agents, learned)):
-            norm = self.engines[index].grad_norm()
+        for index, agent in enumerate(self.agents):
+            meter = TokenMeter(index)
+            bad = ""
+            for (owner, _), (part, said) in parts.items():
+                if owner == index:
+                    meter.merge(part)
+                    bad = bad or said
+            norm, rate = numbers[index]
             if not bad and not math.isfinite(norm):
                 bad = f"gradient norm {norm} over samples {self.names(groups[index])}"
             if bad and not problem:
                 problem = f"step {self.step + 1}, {agent.name}: {bad}; weights unchanged"
-            norms.append(norm)
-            metrics |= numbers
-            metrics[f"agent_{index}/grad_norm"] = norm
-            metrics[f"agent_{index}/learning_rate"] = self.engines[index].learning_rate
-        useful = [any(s.trained for group in groups[i] for s in group) for i in range(len(self.agents))]
+            metrics |= meter.metrics() | self.advantage_metrics(index, groups[index])
+            metrics |= {f"agent_{index}/grad_norm": norm, f"agent_{index}/learning_rate": rate}
         self.seconds["time/learn"] += time.perf_counter() - started
-        return metrics, norms, useful, problem
+        return metrics, [numbers[i][0] for i in agents], useful, problem
+
+    @staticmethod
+    def reduced(engine: Engine) -> tuple[float, float]:
+        """Gradient norm, once the gradients of all processes are in it, and learning rate."""
+        engine.reduce()
+        return engine.grad_norm(), engine.learning_rate
 
     def apply(self, metrics: Metrics, norms: list[float], useful: list[bool], problem: str) -> None:
         """One optimizer step of every agent, after all gradients are known to be finite."""
         started = time.perf_counter()
-        for agent, engine, norm, wanted in zip(self.agents, self.engines, norms, useful):
-            if problem or not wanted:
+        for index, engine in self.engines.items():
+            if problem or not useful[index]:
                 engine.skip()
             else:
-                engine.step(norm)
-                agent.weights_changed()
+                engine.step(norms[index])
+                engine.refresh(self.agents[index])
         self.step += 1
         metrics["skipped_step"] = float(bool(problem) or not any(useful))
         self.seconds["time/learn"] += time.perf_counter() - started
@@ -243,19 +252,52 @@ class MAGRPOTrainer(TeamTrainer):
             if value is not None
         ]
 
-    def fill_logprobs(self, agent: int, groups: list[list[Sample]], several_steps: bool, budget: int) -> None:
-        """Old and reference log-probs, where something needs them before the first step."""
-        args, policy = self.args, self.agents[agent]
-        flat = [sample for group in groups for sample in group]
+    def fill_logprobs(self, samples: list[list[list[Sample]]], several_steps: bool) -> None:
+        """Old and reference log-probs of samples[agent][node], where something needs them before the first step."""
+        args = self.args
+        flat = [[sample for group in groups for sample in group] for groups in samples]
         in_return = args.reference_kl_enabled and args.reference_kl_in == "return"
-        if several_steps or in_return or args.sampler_ratio_cap is not None:
-            old = frozen_logprobs(flat, policy, policy.model, self.temperature, budget)
-            for sample in flat:
-                sample.old_logprobs = old[id(sample)]
-        if args.reference_kl_enabled:
-            frozen = frozen_logprobs(flat, policy, self.references[agent], self.temperature, budget)
-            for sample in flat:
-                sample.reference_logprobs = frozen[id(sample)]
+        needs_old = several_steps or in_return or args.sampler_ratio_cap is not None
+
+        def of_agent(index: int, budget: int) -> dict[tuple[str, int, int], Tensor]:
+            agent = self.agents[index]
+            found: dict[tuple[str, int, int], Tensor] = {}
+            if needs_old and index in self.engines:
+                engine = self.engines[index]
+                old = frozen_logprobs(
+                    flat[index],
+                    agent,
+                    engine.run,
+                    agent.device,
+                    self.temperature,
+                    budget,
+                    engine.group,
+                    engine.lockstep,
+                )
+                found |= {("old_logprobs", index, place): values for place, values in old.items()}
+            if index in self.references:
+                reference = self.references[index]
+                frozen = frozen_logprobs(
+                    flat[index],
+                    agent,
+                    reference.run,
+                    reference.device,
+                    self.temperature,
+                    budget,
+                    reference.group,
+                    reference.lockstep,
+                )
+                found |= {("reference_logprobs", index, place): values for place, values in frozen.items()}
+            return found
+
+        def of_all(budget: int) -> dict[tuple[str, int, int], Tensor]:
+            parts = self.pool.map(lambda index: of_agent(index, budget), len(self.agents))
+            return {key: values for part in parts for key, values in part.items()}
+
+        if needs_old or args.reference_kl_enabled:
+            results = self.world.union(lambda: self.within_memory(of_all, samples))
+            for (name, index, place), values in results.items():
+                setattr(flat[index][place], name, values)
 
     def advantages(self, node: Node, agent: int, group: list[Sample]) -> None:
         """Set each sample's advantage from the credits of its group: one agent's samples at one node."""
@@ -295,26 +337,33 @@ class MAGRPOTrainer(TeamTrainer):
                 token_loss = token_loss + args.reference_kl_coef * losses.kl_loss(logprobs, old, reference)
         return token_loss, logged
 
-    def learn(self, index: int, groups: list[list[Sample]], scale: float, budget: int) -> tuple[Metrics, str]:
-        """Accumulate one agent's gradient over a minibatch; returns its metrics and what was not finite, if any."""
-        args, agent, engine = self.args, self.agents[index], self.engines[index]
+    def learn(self, index: int, groups: list[list[Sample]], scale: float, budget: int) -> tuple[TokenMeter, str]:
+        """Accumulate one agent's gradient over this process's share of a minibatch.
+
+        Returns what is to be logged, and what was not finite, if any.
+        """
+        args, agent = self.args, self.agents[index]
+        meter = TokenMeter(index)
+        if index not in self.engines:
+            return meter, ""
+        engine = self.engines[index]
         trained = [sample for group in groups for sample in group if sample.trained]
         weights = {id(s): scale * s.weight / len(group) for group in groups for s in group}
         tokens = sum(len(sample.token_ids) for sample in trained)
-        # A sample with advantage exactly 0 has gradient exactly 0, unless a KL or entropy term acts on it.
-        zero_counts = bool(args.entropy_coef) or (args.reference_kl_enabled and args.reference_kl_in == "loss")
-        active = [s for s in trained if s.advantage != 0 or zero_counts]
-        meter = TokenMeter(index)
-        for batch in micro_batches(active, agent, budget):
+        active = self.active(trained)
+        parts = share(active, engine.group, budget, engine.lockstep)
+        problem = ""
+        for number, (part, counts) in enumerate(parts):
+            batch = collate(part, agent)
             entropy = "gradient" if args.entropy_coef else "value"
-            logprobs, entropies = batch.logprobs(agent, agent.model, self.temperature, entropy)
-            if batch.samples[0].old_logprobs is None:
+            logprobs, entropies = batch.logprobs(engine.run, agent, self.temperature, entropy)
+            if part[0].old_logprobs is None:
                 old = logprobs.detach()
             else:
-                old = batch.pad([s.old_logprobs for s in batch.samples])  # type: ignore[misc]
+                old = batch.pad([s.old_logprobs for s in part])  # type: ignore[misc]
             token_loss, logged = self.loss(batch, logprobs, entropies, old)
             factors = losses.aggregation_weights(
-                torch.tensor([weights[id(s)] for s in batch.samples], device=logprobs.device),
+                torch.tensor([weights[id(s)] if counts else 0.0 for s in part], device=logprobs.device),
                 batch.completion_mask,
                 args.loss_aggregation,
                 max_new_tokens=args.max_new_tokens,
@@ -323,18 +372,25 @@ class MAGRPOTrainer(TeamTrainer):
             )
             loss = (token_loss * factors).sum()
             if not torch.isfinite(loss):
-                return meter.metrics(), f"loss {loss.item()} over samples {self.names([batch.samples])}"
-            engine.backward(loss)
-            sampler = batch.pad([s.sampler_logprobs for s in batch.samples])
-            logged["sampler_gap"] = (old - sampler).abs() * batch.completion_mask
-            meter.add(batch, logged, token_loss.detach() * factors)
-        metrics = meter.metrics()
-        metrics |= self.advantage_metrics(index, groups)
-        metrics[f"agent_{index}/skipped_samples"] = float(len(trained) - len(active))
-        return metrics, ""
+                problem = problem or f"loss {loss.item()} over samples {self.names([part])}"
+                if not engine.lockstep:
+                    return meter, problem
+            engine.backward(loss, last=number == len(parts) - 1)
+            if counts:
+                sampler = batch.pad([s.sampler_logprobs for s in part])
+                logged["sampler_gap"] = (old - sampler).abs() * batch.completion_mask
+                meter.add(batch, logged, token_loss.detach() * factors)
+        return meter, problem
+
+    def active(self, trained: list[Sample]) -> list[Sample]:
+        """Without those of advantage exactly 0, whose gradient is exactly 0 unless a KL or entropy term acts on it."""
+        args = self.args
+        others = bool(args.entropy_coef) or (args.reference_kl_enabled and args.reference_kl_in == "loss")
+        return [s for s in trained if s.advantage != 0 or others]
 
     def advantage_metrics(self, index: int, groups: list[list[Sample]]) -> Metrics:
-        metrics: Metrics = {}
+        trained = [s for group in groups for s in group if s.trained]
+        metrics: Metrics = {f"agent_{index}/skipped_samples": float(len(trained) - len(self.active(trained)))}
         for turn in sorted({group[0].turn for group in groups if group}):
             mine = [group for group in groups if group and group[0].turn == turn]
             values = torch.tensor([s.advantage for group in mine for s in group], dtype=torch.float64)

@@ -39,6 +39,11 @@ class MAGRPOConfig:
     external_prompt_passthrough: bool = option(False, "prompts of later turns are used as they are, without formatter")
     parallel_training: str = option("none", "none, or mp: agents on devices of their own")
     agent_devices: str | list[str] | None = option(None, "device(s) of the agents; none: cuda:0, or cpu without a GPU")
+    placement: dict[str, list[list[int]]] | None = option(
+        None, "ranks of each model, for example {agents: [[0, 1], [2, 3]]}; none: every model on all processes"
+    )
+    deepspeed_config: str | None = option(None, "DeepSpeed's JSON (ds_configs/); none: what accelerate launch was told")
+    collective_timeout: float | None = option(None, "seconds of a collective on tensors at most; none: torch's default")
     dtype: str = option("auto", "compute in float32 or bfloat16; auto: bfloat16 where the hardware is fast at it")
 
     # Sampling
@@ -142,6 +147,7 @@ class MAGRPOConfig:
             "reward_timeout",
             "sampler_ratio_cap",
             "checkpoint_minutes",
+            "collective_timeout",
         ):
             self._require(key, getattr(self, key) is None or getattr(self, key) > 0, "above 0, or none")
         self._require("eval_num_samples", self.eval_num_samples is None or self.eval_num_samples >= 0, "at least 0")

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import json
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -52,9 +51,13 @@ def gather(trainer: "Checkpointing", sequence: int) -> Contents:
     assert trainer.run is not None
     tensors: dict[str, dict[str, Tensor]] = {}
     files: dict[str, bytes] = {}
-    for agent, engine in zip(trainer.agents, trainer.engines):
-        tensors[f"{agent.name}/weights.safetensors"] = checkpoint.model_tensors(agent.model)
-        tensors[f"{agent.name}/optimizer.safetensors"] = engine.state_tensors()
+    for index, engine in trainer.engines.items():
+        name = trainer.agents[index].name
+        weights, moments = engine.weights(), engine.state_tensors()
+        if engine.group.leader:  # each model is written once
+            tensors[f"{name}/weights.safetensors"] = weights
+            tensors[f"{name}/optimizer.safetensors"] = moments
+    for agent in trainer.agents:
         files |= {f"{agent.name}/{name}": data for name, data in trainer.agent_files[agent.name].items()}
     moment = trainer.moment or take_moment(trainer)
     kept: dict[str, Tensor] = {}
@@ -73,7 +76,7 @@ def gather(trainer: "Checkpointing", sequence: int) -> Contents:
         "step": trainer.step,
         "counters": {**trainer.counters(), "reward_counters": moment["reward_counters"]},
         "limits": {limit.key: limit.value for limit in trainer.limits()},
-        "engines": [engine.counters() for engine in trainer.engines],
+        "engines": engine_counters(trainer),
         "evaluations": trainer.evaluations,
         "pending": trainer.pending,
         "buffer": [node_to_json(root) for root in trainer.buffer],
@@ -94,6 +97,12 @@ def gather(trainer: "Checkpointing", sequence: int) -> Contents:
         "data": {"rows": len(trainer.rows), "fingerprint": trainer.rows_fingerprint},
     }
     return Contents(state, tensors, files)
+
+
+def engine_counters(trainer: "Checkpointing") -> list[dict[str, int]]:
+    """One an agent, in every process."""
+    counters = trainer.world.union(lambda: {index: engine.counters() for index, engine in trainer.engines.items()})
+    return [counters[index] for index in range(len(trainer.agents))]
 
 
 def take_moment(trainer: "Checkpointing") -> dict[str, Any]:
@@ -121,12 +130,14 @@ def restore(trainer: "Checkpointing", contents: Contents, root: Path) -> list[st
     kept = contents.tensors.get(CALLBACKS, {})
     callbacks = {name: decode(value, kept, name) for name, value in state["callbacks"].items()}
     # From here on nothing can be refused.
-    for index, (agent, engine) in enumerate(zip(trainer.agents, trainer.engines)):
-        checkpoint.load_model_tensors(agent.model, contents.tensors[f"{agent.name}/weights.safetensors"], agent.name)
-        agent.weights_changed()
+    for index, engine in trainer.engines.items():
+        agent = trainer.agents[index]
+        engine.load_weights(contents.tensors[f"{agent.name}/weights.safetensors"], agent.name)
         engine.load_state(contents.tensors[f"{agent.name}/optimizer.safetensors"], state["engines"][index])
+        engine.refresh(agent)
     for index, tensors in references.items():
-        checkpoint.load_model_tensors(trainer.references[index], tensors, f"reference of {trainer.agents[index].name}")
+        if index in trainer.references:
+            trainer.references[index].load_weights(tensors, f"reference of {trainer.agents[index].name}")
         trainer.reference_hashes[index] = state["references"][index]["hash"]
     trainer.set_counters(state["counters"])
     for limit in trainer.limits():
@@ -156,8 +167,8 @@ def check(trainer: "Checkpointing", contents: Contents) -> list[str]:
             raise CheckpointError(f"{key} was {saved[key]!r} and is {own[key]!r}: it cannot change on resume")
     if len(state["models"]) != len(trainer.agents):
         raise CheckpointError(f"the checkpoint has {len(state['models'])} models, this team {len(trainer.agents)}")
-    for model, agent in zip(state["models"], trainer.agents):
-        check_agent(agent, model, trainer.agent_files[agent.name], contents)
+    for index, (model, agent) in enumerate(zip(state["models"], trainer.agents)):
+        check_agent(agent, trainer.shapes[index], model, trainer.agent_files[agent.name], contents)
     check_rows(trainer, state["data"])
     changed = [key for key in own if key in saved and saved[key] != own[key]]
     notes = [f"resumed with {key}={own[key]!r} (was {saved[key]!r})" for key in changed]
@@ -171,11 +182,17 @@ def check(trainer: "Checkpointing", contents: Contents) -> list[str]:
     return notes
 
 
-def check_agent(agent: Agent, saved: Mapping[str, Any], own_files: Mapping[str, bytes], contents: Contents) -> None:
+def check_agent(
+    agent: Agent,
+    shapes: Mapping[str, torch.Size],
+    saved: Mapping[str, Any],
+    own_files: Mapping[str, bytes],
+    contents: Contents,
+) -> None:
     if saved["tokenizer"] != tokenizer_hash(agent.tokenizer):
         raise CheckpointError(f"{agent.name}: the tokenizer is not the checkpoint's; token ids would change meaning")
     where = f"{agent.name} (model shape)"
-    checkpoint.check_tensors(agent.model, contents.tensors[f"{agent.name}/weights.safetensors"], where)
+    checkpoint.check_shapes(shapes, contents.tensors[f"{agent.name}/weights.safetensors"], where)
     # The same shapes can mean another model: another number of heads, for one.
     was, now = json.loads(contents.files[f"{agent.name}/config.json"]), json.loads(own_files["config.json"])
     for key in sorted(was.keys() & now.keys() - set(LOOSE_CONFIG)):
@@ -210,25 +227,10 @@ def source_of(member: Member) -> str | None:
     return member.source if isinstance(member.source, str) else None
 
 
-def agent_files(agent: Agent) -> dict[str, bytes]:
-    """Config, generation config and tokenizer as the files of a Hugging Face folder, for `comlrl.export`."""
-    config = copy.deepcopy(agent.model.config)
-    config.architectures = [type(agent.model).__name__]
-    config.dtype = torch.float32
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        config.save_pretrained(folder)
-        if agent.model.generation_config is not None:
-            # Not save_pretrained, which refuses what many published models have.
-            (folder / "generation_config.json").write_text(agent.model.generation_config.to_json_string(), "utf-8")
-        agent.tokenizer.save_pretrained(folder)
-        return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def checkpoint_bytes(model: torch.nn.Module) -> int:
-    """Weights, and two moments a trained parameter, in fp32."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return 4 * (sum(t.numel() for t in checkpoint.model_tensors(model).values()) + 2 * trained)
+def checkpoint_bytes(model: torch.nn.Module, shapes: Mapping[str, torch.Size]) -> int:
+    """Weights, and two moments a trained parameter, in fp32. `shapes`: of the whole model, see tensor_shapes."""
+    trained = sum(shapes[name].numel() for name, p in model.named_parameters() if p.requires_grad)
+    return 4 * (sum(shape.numel() for shape in shapes.values()) + 2 * trained)
 
 
 def reference_path(root: Path, name: str, digest: str) -> Path:
@@ -237,12 +239,15 @@ def reference_path(root: Path, name: str, digest: str) -> Path:
 
 def save_references(trainer: "Checkpointing", root: Path) -> None:
     """References of agents given as loaded modules have no name to load them from: kept once a run."""
-    for member, model, digest in zip(trainer.members, trainer.references, trainer.reference_hashes):
-        path = reference_path(root, member.name, digest)
-        if source_of(member) is None and not path.exists():
+    for index, reference in trainer.references.items():
+        member = trainer.members[index]
+        path = reference_path(root, member.name, trainer.reference_hashes[index])
+        if source_of(member) is not None or path.exists():
+            continue
+        tensors = reference.weights()
+        if reference.group.leader:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            tensors = checkpoint.model_tensors(model)
             save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, partial)
             partial.rename(path)
 
@@ -252,7 +257,7 @@ def reference_tensors(
 ) -> dict[int, dict[str, Tensor]]:
     """What has to be loaded into which reference: nothing where the agent came with the weights of then."""
     found = {}
-    for index, (model, entry) in enumerate(zip(trainer.references, saved)):
+    for index, entry in enumerate(saved):
         name = trainer.members[index].name
         if trainer.reference_hashes[index] == entry["hash"]:
             continue
@@ -263,7 +268,7 @@ def reference_tensors(
                 "trained against: its weights have another hash; give the model that the run started from"
             )
         found[index] = load_file(path)
-        checkpoint.check_tensors(model, found[index], f"reference of {name}")
+        checkpoint.check_shapes(trainer.shapes[index], found[index], f"reference of {name}")
     return found
 
 
