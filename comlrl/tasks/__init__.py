@@ -27,6 +27,9 @@ TASKS = {
     "str_build": "comlrl.tasks.building:str_build",
     "house_build": "comlrl.tasks.building:house_build",
     "tool_use": "comlrl.tasks.tool_use:tool_use",
+    "tldr": "comlrl.tasks.writing:tldr",
+    "arxiv": "comlrl.tasks.writing:arxiv",
+    "travel": "comlrl.tasks.travel:travel",
 }
 
 
