@@ -137,7 +137,7 @@ def _tokenizers(tokenizer: Any, sources: list[Any], count: int) -> list[str | Pr
 
 
 def load_references(
-    agents: Sequence[Agent], devices: str | Sequence[str] | None, wanted: Sequence[bool]
+    agents: Sequence[Agent], devices: str | Sequence[str] | None, wanted: Sequence[bool] | None = None
 ) -> dict[int, nn.Module]:
     """A frozen copy of each wanted agent's weights as they are now, in its compute dtype; by default on its device."""
     places = [agent.device for agent in agents]
@@ -146,7 +146,7 @@ def load_references(
     return {
         index: frozen_copy(agent.model, agent.compute_dtype).to(device=places[index])  # type: ignore[call-arg]
         for index, agent in enumerate(agents)
-        if wanted[index]
+        if wanted is None or wanted[index]
     }
 
 

@@ -200,8 +200,8 @@ class ZeroEngine(Engine):
         return tensors
 
     def load_weights(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
         from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_set_full_fp32_param
 
         self.clear()
         own = dict(self.model.named_buffers())

@@ -409,7 +409,7 @@ def test_bf16_sampling_stays_close_to_the_learner_far_into_the_context(load_agen
     """Rotary frequencies in bf16 would turn far positions by radians."""
     agent = load_agent(tiny, compute_dtype=torch.bfloat16)
     sharpen(agent, 8.0)
-    (reference,) = load_references([agent], None)
+    (reference,) = load_references([agent], None).values()
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(256, (1, 1500), generator=generator)
     exact = agent.model(prompt).logits[0, -200:].log_softmax(-1)

@@ -185,7 +185,7 @@ def test_resolve_dtype():
 
 def test_references_are_frozen_copies_in_the_compute_dtype(load_agent, tiny):
     agents = [load_agent(tiny), load_agent(tiny, compute_dtype=torch.bfloat16)]
-    references = load_references(agents, None)
+    references = list(load_references(agents, None).values())
     for agent, reference, dtype in zip(agents, references, (torch.float32, torch.bfloat16)):
         assert {p.dtype for p in reference.parameters()} == {dtype}
         assert not any(p.requires_grad for p in reference.parameters())

@@ -118,10 +118,10 @@ def test_other_processes_touch_no_file(tmp_path, capsys):
     run.close()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(RuntimeError, match="main process"):
+    with pytest.raises(AssertionError, match="main process"):
         _ = run.folder
-    with pytest.raises(RuntimeError, match="main process"):
-        _ = run.id
+    run.follow((tmp_path / "runs" / "run", "abc"))
+    assert (run.folder.name, run.id) == ("run", "abc")
 
 
 def test_logging_after_close_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """What is refused before a model is loaded: by name, with the value and what to do."""
 
+import json
 import math
 
 import datasets
@@ -61,11 +62,48 @@ def test_a_mistake_is_refused_before_a_model_is_loaded(options, settings, messag
         from_names(options, settings)
 
 
-def test_several_processes_are_refused(no_loading, monkeypatch):
-    """They would each train the whole run, and write the same files."""
+def test_what_is_for_one_process_is_refused_in_several(no_loading, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="started with 2 processes"):
-        from_names({}, {})
+    with pytest.raises(ValueError, match="parallel_training='mp' is for one process, and 2 were started"):
+        from_names({}, {"parallel_training": "mp", "agent_devices": "auto"})
+    for key in ("agent_devices", "reference_devices"):
+        with pytest.raises(ValueError, match=f"{key}='auto' is for one process without DeepSpeed"):
+            from_names({}, {key: "auto"})
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"agents": [[0], [2]]}, r"placement.agents\[1\]=\[2\]: ranks go from 0 to 1"),
+        ({"agents": [[0], []]}, r"placement.agents\[1\]=\[\]: a model needs at least one rank"),
+        ({"agents": [[0]]}, r"placement.agents=\[\[0\]\]: give a list of 2 lists of ranks"),
+        ({"agents": [[0], [1, 1]]}, "a rank stands there twice"),
+        ({"references": [[0], [1]]}, "placement.references: no such models here; one of agents"),
+        ({"agent": [[0], [1]]}, "placement.agent: no such models here"),
+    ],
+)
+def test_placements_that_cannot_be_are_refused(no_loading, monkeypatch, spec, message):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=message):
+        from_names({}, {"placement": spec})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "stage=4: must be 1, 2 or 3"),
+        ({}, "stage=0: must be 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, "'bf16' is set"),
+        ({"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam"}}, "'optimizer' is set"),
+        (None, "no such file"),
+    ],
+)
+def test_deepspeed_configs_that_contradict_the_settings_are_refused(no_loading, tmp_path, config, message):
+    path = tmp_path / "ds.json"
+    if config is not None:
+        path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        from_names({}, {"deepspeed_config": str(path)})
 
 
 NUMBERS = [
