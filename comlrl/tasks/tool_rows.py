@@ -68,7 +68,8 @@ FUNCTIONS["message.send"]["parameters"]["properties"]["receivers"]["items"] = {"
 
 def generated_rows(count: int, seed: int) -> list[Row]:
     """``count`` different requests of two to four calls each."""
-    generator, rows, seen = random.Random(seed), [], set()
+    generator, seen = random.Random(seed), set[str]()
+    rows: list[Row] = []
     while len(rows) < count:
         clauses = [_clause(generator) for _ in range(generator.randint(2, 4))]
         prompt = "Please " + ", then ".join(text for text, _ in clauses) + "."

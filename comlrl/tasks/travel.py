@@ -197,7 +197,8 @@ def merge(answers: Sequence[Answer]) -> Plan:
 
 def right_slots(row: Row, plan: Plan) -> set[tuple[int, str]]:
     """Slots whose value stands in the lists for that day, and that repeat no restaurant or attraction."""
-    right, used = set(), Counter()
+    right = set[tuple[int, str]]()
+    used = Counter[tuple[str | None, str]]()
     for day, field in sorted(slots_of(row)):
         value = plan.get((day, field))
         if value is None or value not in {plain(name) for name in options_of(row, day, field)}:
