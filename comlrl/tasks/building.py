@@ -364,8 +364,6 @@ def _all_commands(row: Row, texts: Sequence[str], rules: Rules) -> list[Command]
 def _task(name: str, train: list[Row], evaluation: list[Row], rules: Rules, feedback: Feedback, style: str) -> Task:
     if feedback not in ("plan", "position", "score"):
         raise ValueError(f"task_args.feedback={feedback!r}: must be plan, position or score")
-    if rules.profile not in CONSTANTS:
-        raise ValueError(f"task_args.profile={rules.profile!r}: must be sound or published")
     agents = range(rules.num_agents)
     formatters: list[Callable[[Row], Prompt]] = [
         partial(format_prompt, agent=agent, rules=rules, style=style) for agent in agents

@@ -47,6 +47,10 @@ class Rules:
     kind: Literal["str", "house"]
     tiny: bool = False
 
+    def __post_init__(self) -> None:
+        if self.profile not in CONSTANTS:
+            raise ValueError(f"task_args.profile={self.profile!r}: must be sound or published")
+
     @property
     def num_agents(self) -> int:
         return len(self.palettes)

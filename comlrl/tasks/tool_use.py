@@ -52,8 +52,8 @@ CONSTANTS: dict[str, dict[str, float]] = {
     },
 }
 MAXIMUM = {"sound": 1.0, "published": 1.1}
-# An answer longer than this, or with more calls, or with deeper brackets, is no answer: it counts as wrong calls.
-MAX_CHARS, MAX_CALLS, MAX_DEPTH = 20_000, 32, 12
+# What is longer, more, or deeper than this is not read: it counts as wrong calls. Python's parser recurses.
+MAX_CHARS, MAX_LINE, MAX_CALLS, MAX_DEPTH = 20_000, 2_000, 32, 12
 BFCL_PACKAGE = "bfcl-eval==2026.3.23"
 FIELDS = ("prompt", "functions", "ground_truth")
 PYTHON_TYPES: dict[str, type] = {
@@ -89,7 +89,7 @@ def tool_use(
         raise ValueError(
             f"task_args.profile={profile!r}, task_args.split={split!r}: sound or published; odd_even or free"
         )
-    if min(train_rows or 1, 1 if eval_rows is None else eval_rows + 1) < 1:
+    if min(1 if train_rows is None else train_rows, 1 if eval_rows is None else eval_rows + 1) < 1:
         raise ValueError(f"task_args.train_rows={train_rows}, task_args.eval_rows={eval_rows}: must be positive")
     if dataset == "generated":
         counts = (64 if train_rows is None else train_rows, 32 if eval_rows is None else eval_rows)
@@ -189,13 +189,14 @@ def read_calls(text: str) -> Answer:
 
 def read_line(line: str) -> list[Call] | None:
     """One call, or a list of calls in brackets; None: neither."""
-    if _depth(line) > MAX_DEPTH:
+    if len(line) > MAX_LINE or _depth(line) > MAX_DEPTH:
         return None
     try:
         body = ast.parse(line, mode="eval").body
         nodes = body.elts if isinstance(body, ast.List) else [body]
         return [_call(node) for node in nodes]
-    except (SyntaxError, ValueError):  # ValueError: null bytes, a number of thousands of digits, or what _call refuses
+    # ValueError: a null byte, or what _call refuses. The last two: a deep nesting that _depth does not see.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
