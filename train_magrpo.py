@@ -17,8 +17,8 @@ end_with_parent()  # before the imports below: they take seconds, in which the l
 
 from accelerate.utils import set_seed
 
-from comlrl.checkpoint import find_resume
 from comlrl.config import RunConfig, exit_on_value_error, parse_command_line, to_dict
+from comlrl.processes import run_script
 from comlrl.tasks import load_rewards, load_task
 from comlrl.trainers import REINFORCE_ALGORITHMS, MAGRPOTrainer
 
@@ -62,9 +62,11 @@ def main(argv: list[str] | None = None) -> None:
         set_seed(command.config.args.seed)  # for a reward that draws random numbers
         trainer = build_trainer(command.config, command.dry_run)
         if command.dry_run:
-            print(trainer.plan())
+            plan = trainer.plan()
+            if trainer.world.is_main:
+                print(plan)
             return
-        resume, why_not = find_resume(command.resume, command.config.args.output_dir, trainer.run_name)
+        resume, why_not = trainer.find_resume(command.resume)
         if resume is not None:
             trainer.load_checkpoint(resume)
     run = trainer.open_run()
@@ -79,4 +81,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

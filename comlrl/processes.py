@@ -7,6 +7,8 @@ tensors begin, so a time-out set for those never strikes while there is work.
 """
 
 import os
+import sys
+import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from comlrl.signals import Abandoned, StopSignal
 
@@ -22,6 +25,7 @@ Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
 PATIENCE = timedelta(days=30)  # of a process that waits for what another one works on
+SECONDS_TO_BE_ENDED = 15
 
 
 class ProcessError(RuntimeError):
@@ -43,6 +47,22 @@ def process_count() -> int:
 def by_deepspeed() -> bool:
     """Whether `accelerate launch` was told to use DeepSpeed."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """main() of a script. With several processes the launcher then shows the error that came first, and its process."""
+
+    def guarded() -> None:
+        try:
+            main()
+        except ProcessError as error:
+            if process_count() == 1:
+                raise
+            print(f"process {os.environ['RANK']} ends: {error}", file=sys.stderr, flush=True)
+            time.sleep(SECONDS_TO_BE_ENDED)  # the launcher names the one that ends first, and ends the others
+            os._exit(1)
+
+    record(guarded)()
 
 
 class World:

@@ -415,7 +415,18 @@ class TeamTrainer(Checkpointing):
     def plan(self) -> str:
         """What would run: models, devices, bytes, tree size, samples and steps."""
         nodes = credit.tree_size(self.branches(), self.shape.num_turns, self.shape.greedy_baseline)
-        return plan_text(self.members, self.args, self.shape, nodes, self.branches(), len(self.rows), self.total_steps)
+        placement = Placement(self.world, self.args.placement, {kind: self.num_models() for kind in self.model_kinds()})
+        return plan_text(
+            self.members,
+            self.args,
+            self.shape,
+            nodes,
+            self.branches(),
+            len(self.rows),
+            self.total_steps,
+            placement,
+            self.zero,
+        )
 
     def check_tree(self) -> None:
         shape, args = self.shape, self.args

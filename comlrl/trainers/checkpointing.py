@@ -104,6 +104,11 @@ class Checkpointing:
             engine.clear()
         self.resume_notes = [f"resumed from {folder} at step {self.step}", *notes]
 
+    def find_resume(self, wanted: str | None) -> tuple[Path | None, str]:
+        """The checkpoint that `--resume` means, and otherwise why there is none; see `checkpoint.find_resume`."""
+        # The main process looks, and all wait: a moment later a new run's folder may be there.
+        return self.world.from_main(checkpoint.find_resume(wanted, self.args.output_dir, self.run_name))
+
     # ---- the frame of `train` ---------------------------------------------------------------------------------------
 
     def start(self, resume_from: str | None, folder: str | None, interval: int | None, limit: int | None) -> None:
@@ -288,6 +293,10 @@ class Checkpointing:
         return {agent.name: agent.files() for agent in self.agents}
 
     # What the trainer has to offer.
+
+    @property
+    def run_name(self) -> str:
+        raise NotImplementedError
 
     @property
     def finished(self) -> bool:
