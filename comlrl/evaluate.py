@@ -7,7 +7,7 @@
 RUN is the folder of a training script's run: its config.yaml says models, task, reward and sampling, and
 `key=value` changes such a setting. The table also goes to RUN/evaluation.json; its row `agent_0 alone` is the
 trained agent 0 with untrained partners. What one agent gains alone is a habit of its own, what only the whole
-trained team gains was learned together.
+trained team gains was learned together; the partner-swap table below it says so agent by agent.
 """
 
 import argparse
@@ -126,6 +126,8 @@ def score_teams(
     teams = {"untrained": untrained, "trained": trained}
     for i in range(count if count > 1 else 0):
         teams[f"agent_{i} alone"] = [*untrained[:i], trained[i], *untrained[i + 1 :]]
+    for i in range(count if count > 2 else 0):  # of two agents, all but one are the other one alone
+        teams[f"all but agent_{i}"] = [*trained[:i], untrained[i], *trained[i + 1 :]]
     evaluations = {}
     for name, team in teams.items():
         print(f"scoring: {name}", file=sys.stderr)
@@ -157,6 +159,33 @@ def table_row(name: str, evaluation: Evaluation, run: SavedRun, samples: int) ->
         row[f"agent_{agent} chars"] = mean(len(answer["completion"]) for answer in answers)
         row[f"agent_{agent} truncated"] = mean(answer["finish_reason"] == "length" for answer in answers)
     return row
+
+
+def swap_rows(table: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The partner-swap table: each agent before and after training, beside untrained and beside trained partners.
+
+    Of the mean of the samples, or of the greedy answers if there are none. `partners matter`: how much more the
+    agent's training is worth beside trained partners; 0 where each agent learned a habit of its own.
+    """
+    score = next(
+        key for key in ("return sampled", "reward sampled", "return greedy", "reward greedy") if key in table[0]
+    )
+    value = {row["team"]: row[score] for row in table}
+    rows = []
+    for i in range(count if count > 1 else 0):
+        without = value[f"agent_{1 - i} alone" if count == 2 else f"all but agent_{i}"]
+        alone, nobody, everybody = value[f"agent_{i} alone"], value["untrained"], value["trained"]
+        rows.append(
+            {
+                "agent": f"agent_{i}",
+                "untrained, partners untrained": nobody,
+                "trained, partners untrained": alone,
+                "untrained, partners trained": without,
+                "trained, partners trained": everybody,
+                "partners matter": (everybody - without) - (alone - nobody),
+            }
+        )
+    return rows
 
 
 def transcript(root: Node, full: bool) -> str:
@@ -237,8 +266,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     scored = f"{run.task.name}: {evaluations['trained'].metrics['rows']} of {len(rows)} rows"
     say("\n".join([*rewards.incidents, *(transcript(root, full=True) for root in shown), ""]))
     say(table_text(table, f"{scored}; characters and truncated share of the {kind} answers"))
+    swaps = swap_rows(table, len(run.trained))
+    if swaps:
+        say(table_text(swaps, f"partner swap: {'sampled' if command.samples else 'greedy'} scores"))
     metrics = {name: evaluation.metrics for name, evaluation in evaluations.items()}
-    report = {"rows": len(rows), "samples": command.samples, "table": table, "metrics": metrics}
+    report = {"rows": len(rows), "samples": command.samples, "table": table, "partner_swap": swaps, "metrics": metrics}
     write_text(command.run / "evaluation.json", json.dumps(plain(report, nonfinite=[]), indent=2) + "\n")
     say(f"written: {command.run / 'evaluation.json'}")
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from comlrl.config import RunConfig, load, load_object
-from comlrl.evaluate import load_agents, main, read_run
+from comlrl.evaluate import load_agents, main, read_run, swap_rows
 from comlrl.rollouts import walk
 
 SCRIPT = Path(__file__).parent.parent / "train_magrpo.py"
@@ -108,8 +108,15 @@ def test_table_agrees_with_the_trainers_own_evaluation(trained, tmp_path, capsys
         mixed.agents[i].model.load_state_dict(trainer.agents[i].model.state_dict())
         name = f"agent_{i} alone"
         assert table[name] == expected_row(name, mixed.evaluate(), 2, 3)
+    score = {name: row["reward sampled"] for name, row in table.items()}
+    for i, swap in enumerate(result["partner_swap"]):
+        alone, without = score[f"agent_{i} alone"], score[f"agent_{1 - i} alone"]
+        values = [score["untrained"], alone, without, score["trained"]]
+        assert list(swap.values())[1:5] == values
+        assert swap["partners matter"] == pytest.approx(values[3] - values[2] - values[1] + values[0])
     out = capsys.readouterr().out
     for text in (
+        "partner swap: sampled scores",
         "pairing: 4 of 4 rows",
         "agent_1 alone",
         "reward sampled",
@@ -271,3 +278,26 @@ def test_mistakes_are_one_line(trained, tmp_path, capsys):
     assert "algorithm='ppo' must be one of magrpo, " in error(capsys, folder, "algorithm=ppo")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": "MAGRPOTrainer", "args": {"seed": 1}}))
     assert "algorithm=None must be one of magrpo, " in error(capsys, tmp_path)
+
+
+def test_partner_swap_of_three_agents(tmp_path):
+    folder, _ = saved(tmp_path, "num_agents=3")
+    result = report(folder, "--samples", "0", "--rows", "2")
+    teams = [row["team"] for row in result["table"]]
+    assert teams[2:] == [f"agent_{i} alone" for i in range(3)] + [f"all but agent_{i}" for i in range(3)]
+    assert [swap["agent"] for swap in result["partner_swap"]] == ["agent_0", "agent_1", "agent_2"]
+    # Nothing was trained, so nothing depends on who is swapped.
+    assert all(swap["partners matter"] == 0.0 for swap in result["partner_swap"])
+    (made_up,) = [
+        swap
+        for swap in swap_rows(
+            [
+                {"team": team, "return greedy": value}
+                for team, value in zip([*teams[:2], *teams[2:]], [0.0, 1.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+            ],
+            3,
+        )
+        if swap["agent"] == "agent_1"
+    ]
+    assert list(made_up.values())[1:5] == [0.0, 0.2, 0.5, 1.0]
+    assert made_up["partners matter"] == pytest.approx(0.5 - 0.2)
