@@ -21,6 +21,7 @@ from transformers import (
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from comlrl import embedded
+from comlrl.value_head import CausalLMWithValueHead, save_head, split_head
 
 Prompt = str | list[dict[str, str]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,7 +54,18 @@ class Agent:
         num_embeddings: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         self.pad_id = pad_token_id(tokenizer, self.eos_ids, num_embeddings)
         self.context_length = context_length(model, tokenizer)
+        self.value_model: CausalLMWithValueHead | None = None
         self._sampler: PreTrainedModel | None = None
+
+    def attach_value_head(self, hidden_dim: int | None = None) -> CausalLMWithValueHead:
+        """From now on the model also has values; the language model inside is the same object."""
+        self.value_model = CausalLMWithValueHead(self.model, hidden_dim).eval()
+        return self.value_model
+
+    @property
+    def trained(self) -> nn.Module:
+        """All weights that are trained: the model, with its value head if it has one."""
+        return self.model if self.value_model is None else self.value_model
 
     def encode(self, prompt: Prompt, chat_template: str = "messages") -> list[int]:
         """Token ids of a prompt. A string is verbatim; a message list goes through the chat template.
@@ -134,6 +146,9 @@ class Agent:
         """Keep the shapes and the tokenizer only: this process does no work of this agent."""
         self.model = self.model.to(device="meta")  # type: ignore[call-arg]
         self.model.tie_weights()  # moving to meta parts what was tied
+        if self.value_model is not None:
+            self.value_model.to(device="meta")
+            self.model.tie_weights()
         self.device = torch.device("meta")
 
     def autocast(self) -> torch.autocast:
@@ -146,15 +161,18 @@ class Agent:
         writes (save_pretrained then writes nothing).
         """
         if weights is None:
-            self.model.save_pretrained(folder)
+            (self.value_model or self.model).save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
             return
+        weights, head = split_head(weights)
         for name, data in self.files().items():
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        if head:
+            save_head(folder, head)
 
     def files(self) -> dict[str, bytes]:
         """Config, generation config and tokenizer as the files of a Hugging Face folder."""

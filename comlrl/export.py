@@ -19,21 +19,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from comlrl import checkpoint
 from comlrl.checkpoint import Contents
 from comlrl.config import exit_on_value_error
+from comlrl.value_head import save_head, split_head
 
 
 def export(source: str | Path, out: str | Path, trust_remote_code: bool = False) -> list[Path]:
-    """Write `out/agent_i/` from the checkpoint `source` (or the newest good one in it); returns these folders.
+    """Write a folder a trained model (`agent_i/`, critics) from the checkpoint `source`, or the newest good one in it.
 
-    Raises ValueError if there is no good checkpoint or an agent's folder is taken.
+    Returns these folders; a value head stands beside its model (see CausalLMWithValueHead.from_pretrained).
+    Raises ValueError if there is no good checkpoint or a folder is taken.
     """
     contents = checkpoint.read(checkpoint.find(source))
     names = [model["name"] for model in contents.state["models"]]
-    folders = [Path(out) / name for name in names]
+    folders = [Path(out) / model.get("folder", model["name"]) for model in contents.state["models"]]
     for folder in folders:
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty; give another folder")
     for name, folder in zip(names, folders):
         load_agent(contents, name, trust_remote_code).save_pretrained(folder)
+        _, head = split_head(contents.tensors[f"{name}/weights.safetensors"])
+        if head:
+            save_head(folder, head)
         for path, data in agent_files(contents, name).items():
             if path != "config.json":
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +54,8 @@ def load_agent(contents: Contents, name: str, trust_remote_code: bool = False) -
                 (Path(scratch) / path).write_bytes(data)
         config = AutoConfig.from_pretrained(scratch, trust_remote_code=trust_remote_code)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    checkpoint.load_model_tensors(model, contents.tensors[f"{name}/weights.safetensors"], name)
+    weights, _ = split_head(contents.tensors[f"{name}/weights.safetensors"])
+    checkpoint.load_model_tensors(model, weights, name)
     return model.eval()
 
 

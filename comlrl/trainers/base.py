@@ -157,7 +157,7 @@ class TeamTrainer(Checkpointing):
         # Of fp32 weights, so that it does not depend on the device that computes.
         hashes = [tensors_hash(model_tensors(agent.model)) for agent in self.agents if args.reference_kl_enabled]
         self.reference_hashes = hashes
-        self.shapes = [tensor_shapes(agent.model) for agent in self.agents]
+        self.shapes = [tensor_shapes(agent.trained) for agent in self.agents]
         self.references: dict[int, Frozen] = self.load_references() if args.reference_kl_enabled else {}
         for agent, group in zip(self.agents, homes):
             if not group.member:
@@ -195,10 +195,10 @@ class TeamTrainer(Checkpointing):
 
     def make_engine(self, agent: Agent, settings: OptimizerSettings, group: Group) -> Engine:
         if self.zero is None:
-            return Engine(agent.model, settings, self.total_steps, group)
+            return Engine(agent.trained, settings, self.total_steps, group)
         if self.zero["zero_optimization"]["stage"] == 3:
             agent.make_sampler()
-        return ZeroEngine(agent.model, settings, self.total_steps, group, self.zero)
+        return ZeroEngine(agent.trained, settings, self.total_steps, group, self.zero)
 
     def load_references(self) -> dict[int, Frozen]:
         """A frozen copy of each agent's weights as they are now, where its group is."""
@@ -368,10 +368,12 @@ class TeamTrainer(Checkpointing):
 
     def save_model(self, output_dir: str) -> None:
         """`agent_i/` each: an ordinary Hugging Face folder with its tokenizer. The run stays open."""
-        for index, engine in self.engines.items():
-            weights = engine.weights() if engine.lockstep or not self.world.is_main else None
-            if engine.group.leader:
-                self.agents[index].save(f"{output_dir}/agent_{index}", weights)
+        for model in self.trained_models():
+            if model.engine is not None:
+                engine = model.engine
+                weights = engine.weights() if engine.lockstep or not self.world.is_main else None
+                if engine.group.leader:
+                    model.agent.save(f"{output_dir}/{model.folder}", weights)
         self.world.exchange(None)  # all are there when this returns
 
     def finish(self) -> None:

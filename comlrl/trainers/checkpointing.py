@@ -26,6 +26,7 @@ from comlrl.rollouts import Node
 from comlrl.signals import Abandoned, StopSignal
 from comlrl.summaries import Metrics
 from comlrl.tracking import Run
+from comlrl.trained import TrainedModel
 from comlrl.trainers import resume
 from comlrl.trainers.reinforce_config import MAGRPOConfig
 
@@ -100,8 +101,9 @@ class Checkpointing:
         self.resumed = {**contents.state, "found_in": folder.parent}
         self.sequence = contents.state["sequence"]
         self.moment, self.saved_at = None, self.progress
-        for engine in self.engines.values():
-            engine.clear()
+        for model in self.trained_models():
+            if model.engine is not None:
+                model.engine.clear()
         self.resume_notes = [f"resumed from {folder} at step {self.step}", *notes]
 
     def find_resume(self, wanted: str | None) -> tuple[Path | None, str]:
@@ -164,8 +166,8 @@ class Checkpointing:
         resume.save_references(self, root)
 
     def announce_size(self, root: Path, run: Run) -> None:
-        size = sum(resume.checkpoint_bytes(agent.model, own) for agent, own in zip(self.agents, self.shapes))
-        size += sum(len(data) for files in self.agent_files.values() for data in files.values())
+        size = sum(resume.checkpoint_bytes(model.agent.trained, model.shapes) for model in self.trained_models())
+        size += sum(len(data) for files in self.model_files.values() for data in files.values())
         limit = self.args.checkpoint_total_limit
         run.note(
             f"a checkpoint takes about {checkpoint.size_text(size)} and its buffers; "
@@ -217,8 +219,9 @@ class Checkpointing:
 
     def save_last(self) -> None:
         """After a signal or an error, if something would be lost; the piece that was running has not been."""
-        for engine in self.engines.values():
-            engine.clear()
+        for model in self.trained_models():
+            if model.engine is not None:
+                model.engine.clear()
         if self.checkpoint_dir is not None and self.moment is not None and self.saved_at != self.progress:
             self.save_numbered()
 
@@ -288,9 +291,16 @@ class Checkpointing:
         return resume.rows_hash(self.rows)
 
     @cached_property
-    def agent_files(self) -> dict[str, dict[str, bytes]]:
-        """Config and tokenizer of each agent, as files."""
-        return {agent.name: agent.files() for agent in self.agents}
+    def model_files(self) -> dict[str, dict[str, bytes]]:
+        """Config and tokenizer of each trained model, as files."""
+        return {model.name: model.agent.files() for model in self.trained_models()}
+
+    def trained_models(self) -> list[TrainedModel]:
+        """Every model whose weights and optimizer are saved, the agents first; a family adds its own."""
+        return [
+            TrainedModel(agent, resume.source_of(member), shapes, self.engines.get(index))
+            for index, (agent, member, shapes) in enumerate(zip(self.agents, self.members, self.shapes))
+        ]
 
     # What the trainer has to offer.
 

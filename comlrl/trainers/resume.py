@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from comlrl import checkpoint
-from comlrl.agents import Agent
 from comlrl.batches import Sample
 from comlrl.checkpoint import CheckpointError, Contents
 from comlrl.config import to_dict
@@ -25,6 +24,7 @@ from comlrl.generation import Completion
 from comlrl.loading import Member
 from comlrl.records import plain
 from comlrl.rollouts import Node
+from comlrl.trained import TrainedModel
 from comlrl.version import __version__
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ def gather(trainer: "Checkpointing", sequence: int) -> Contents:
     assert trainer.run is not None
     tensors: dict[str, dict[str, Tensor]] = {}
     files: dict[str, bytes] = {}
-    for index, engine in trainer.engines.items():
-        name = trainer.agents[index].name
-        weights, moments = engine.weights(), engine.state_tensors()
-        if engine.group.leader:  # each model is written once
-            tensors[f"{name}/weights.safetensors"] = weights
-            tensors[f"{name}/optimizer.safetensors"] = moments
-    for agent in trainer.agents:
-        files |= {f"{agent.name}/{name}": data for name, data in trainer.agent_files[agent.name].items()}
+    models = trainer.trained_models()
+    for model in models:
+        if model.engine is not None:
+            weights, moments = model.engine.weights(), model.engine.state_tensors()
+            if model.engine.group.leader:  # each model is written once
+                tensors[f"{model.name}/weights.safetensors"] = weights
+                tensors[f"{model.name}/optimizer.safetensors"] = moments
+        files |= {f"{model.name}/{name}": data for name, data in trainer.model_files[model.name].items()}
     moment = trainer.moment or take_moment(trainer)
     kept: dict[str, Tensor] = {}
     callbacks = {name: encode(state, kept, name) for name, state in moment["callbacks"].items()}
@@ -87,8 +87,13 @@ def gather(trainer: "Checkpointing", sequence: int) -> Contents:
         "settings": to_dict(trainer.args),
         "config": plain(trainer.run_config),
         "models": [
-            {"name": agent.name, "source": source_of(member), "tokenizer": tokenizer_hash(agent.tokenizer)}
-            for agent, member in zip(trainer.agents, trainer.members)
+            {
+                "name": model.name,
+                "source": model.source,
+                "tokenizer": tokenizer_hash(model.agent.tokenizer),
+                "folder": model.folder,
+            }
+            for model in models
         ],
         "references": [
             {"source": source_of(member), "hash": digest}
@@ -100,9 +105,10 @@ def gather(trainer: "Checkpointing", sequence: int) -> Contents:
 
 
 def engine_counters(trainer: "Checkpointing") -> list[dict[str, int]]:
-    """One an agent, in every process."""
-    counters = trainer.world.union(lambda: {index: engine.counters() for index, engine in trainer.engines.items()})
-    return [counters[index] for index in range(len(trainer.agents))]
+    """One a trained model, in every process."""
+    engines = [model.engine for model in trainer.trained_models()]
+    counters = trainer.world.union(lambda: {place: e.counters() for place, e in enumerate(engines) if e is not None})
+    return [counters[place] for place in range(len(engines))]
 
 
 def take_moment(trainer: "Checkpointing") -> dict[str, Any]:
@@ -130,11 +136,11 @@ def restore(trainer: "Checkpointing", contents: Contents, root: Path) -> list[st
     kept = contents.tensors.get(CALLBACKS, {})
     callbacks = {name: decode(value, kept, name) for name, value in state["callbacks"].items()}
     # From here on nothing can be refused.
-    for index, engine in trainer.engines.items():
-        agent = trainer.agents[index]
-        engine.load_weights(contents.tensors[f"{agent.name}/weights.safetensors"], agent.name)
-        engine.load_state(contents.tensors[f"{agent.name}/optimizer.safetensors"], state["engines"][index])
-        engine.refresh(agent)
+    for model, counters in zip(trainer.trained_models(), state["engines"], strict=True):
+        if model.engine is not None:
+            model.engine.load_weights(contents.tensors[f"{model.name}/weights.safetensors"], model.name)
+            model.engine.load_state(contents.tensors[f"{model.name}/optimizer.safetensors"], counters)
+            model.engine.refresh(model.agent)
     for index, tensors in references.items():
         if index in trainer.references:
             trainer.references[index].load_weights(tensors, f"reference of {trainer.agents[index].name}")
@@ -165,10 +171,11 @@ def check(trainer: "Checkpointing", contents: Contents) -> list[str]:
     for key in FIXED_SETTINGS:
         if saved[key] != own[key]:
             raise CheckpointError(f"{key} was {saved[key]!r} and is {own[key]!r}: it cannot change on resume")
-    if len(state["models"]) != len(trainer.agents):
-        raise CheckpointError(f"the checkpoint has {len(state['models'])} models, this team {len(trainer.agents)}")
-    for index, (model, agent) in enumerate(zip(state["models"], trainer.agents)):
-        check_agent(agent, trainer.shapes[index], model, trainer.agent_files[agent.name], contents)
+    models = trainer.trained_models()
+    if len(state["models"]) != len(models):
+        raise CheckpointError(f"the checkpoint has {len(state['models'])} models, this run {len(models)}")
+    for model, entry in zip(models, state["models"]):
+        check_model(model, entry, trainer.model_files[model.name], contents)
     check_rows(trainer, state["data"])
     changed = [key for key in own if key in saved and saved[key] != own[key]]
     notes = [f"resumed with {key}={own[key]!r} (was {saved[key]!r})" for key in changed]
@@ -176,34 +183,33 @@ def check(trainer: "Checkpointing", contents: Contents) -> list[str]:
     for name in sorted(states.keys() - stateful.keys()):
         raise CheckpointError(f"the checkpoint has a state of {name}, which has no load_state_dict here")
     notes += [f"{name} has a state_dict but the checkpoint no state of it" for name in stateful if name not in states]
-    for model, member in zip(state["models"], trainer.members):
-        if model["source"] != source_of(member):
-            notes.append(f"{member.name} was {model['source'] or 'a loaded model'}; its weights are the checkpoint's")
+    for model, entry in zip(models, state["models"]):
+        if entry["source"] != model.source:
+            notes.append(f"{model.name} was {entry['source'] or 'a loaded model'}; its weights are the checkpoint's")
     return notes
 
 
-def check_agent(
-    agent: Agent,
-    shapes: Mapping[str, torch.Size],
-    saved: Mapping[str, Any],
-    own_files: Mapping[str, bytes],
-    contents: Contents,
+def check_model(
+    model: TrainedModel, saved: Mapping[str, Any], own_files: Mapping[str, bytes], contents: Contents
 ) -> None:
-    if saved["tokenizer"] != tokenizer_hash(agent.tokenizer):
-        raise CheckpointError(f"{agent.name}: the tokenizer is not the checkpoint's; token ids would change meaning")
-    where = f"{agent.name} (model shape)"
-    checkpoint.check_shapes(shapes, contents.tensors[f"{agent.name}/weights.safetensors"], where)
+    name = model.name
+    if saved["name"] != name:
+        raise CheckpointError(f"the checkpoint has {saved['name']} where this run has {name}")
+    if saved["tokenizer"] != tokenizer_hash(model.agent.tokenizer):
+        raise CheckpointError(f"{name}: the tokenizer is not the checkpoint's; token ids would change meaning")
+    where = f"{name} (model shape)"
+    checkpoint.check_shapes(model.shapes, contents.tensors[f"{name}/weights.safetensors"], where)
     # The same shapes can mean another model: another number of heads, for one.
-    was, now = json.loads(contents.files[f"{agent.name}/config.json"]), json.loads(own_files["config.json"])
+    was, now = json.loads(contents.files[f"{name}/config.json"]), json.loads(own_files["config.json"])
     for key in sorted(was.keys() & now.keys() - set(LOOSE_CONFIG)):
         if was[key] != now[key] and not key.startswith("_"):
             raise CheckpointError(f"{where}: {key} of the model's config was {was[key]!r} and is {now[key]!r}")
-    trained = {f"exp_avg.{name}" for name, p in agent.model.named_parameters() if p.requires_grad}
-    tensors = contents.tensors[f"{agent.name}/optimizer.safetensors"]
-    moments = {name for name in tensors if name.startswith("exp_avg.")}
-    for name in sorted(trained ^ moments if moments else []):
-        place = "here" if name in trained else "in the checkpoint"
-        raise CheckpointError(f"{agent.name}: {name.removeprefix('exp_avg.')} is trained only {place}")
+    trained = {f"exp_avg.{key}" for key, p in model.agent.trained.named_parameters() if p.requires_grad}
+    tensors = contents.tensors[f"{name}/optimizer.safetensors"]
+    moments = {key for key in tensors if key.startswith("exp_avg.")}
+    for key in sorted(trained ^ moments if moments else []):
+        place = "here" if key in trained else "in the checkpoint"
+        raise CheckpointError(f"{name}: {key.removeprefix('exp_avg.')} is trained only {place}")
 
 
 def check_rows(trainer: "Checkpointing", saved: Mapping[str, Any]) -> None:
