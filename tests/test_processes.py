@@ -1,0 +1,344 @@
+"""Several processes: the same samples, gradients and weights as one, whatever divides the work."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import (
+    distance,
+    finish,
+    lines,
+    moved,
+    sampled,
+    start,
+    torchrun,
+    train,
+    weights,
+)
+
+from comlrl import checkpoint
+from comlrl.agents import load_model
+
+GROUPS = "args.placement={agents: [[0], [1]]}"
+GROUPS_OF_TWO = "args.placement={agents: [[0, 1], [2, 3]]}"
+TASKS = {
+    "one turn": ["task=pairing"],
+    "two turns": ["task=two_turn", "args.reference_kl_enabled=true", "args.epochs_per_rollout=2"],
+    "cross": ["task=two_turn", "args.joint_mode=cross", "args.num_generations=2"],
+    "centralised": ["algorithm=centralized_magrpo", "task=two_turn", "args.max_new_tokens=24"],
+    "uneven": ["task=two_turn", "args.rollout_buffer_size=1", "args.micro_batch_tokens=60", "args.mask_truncated=true"],
+}
+MODES = {
+    "two processes": (2, []),
+    "groups": (2, [GROUPS]),
+    "overlapping groups": (2, ["args.placement={agents: [[0, 1], [1]]}"]),
+    "zero 1": (2, ["args.deepspeed_config=ds_configs/zero1.json"]),
+    "zero 2": (2, ["args.deepspeed_config=ds_configs/zero2.json"]),
+    "zero 3": (2, ["args.deepspeed_config=ds_configs/zero3.json"]),
+    "zero 2, offload": (2, ["args.deepspeed_config=ds_configs/zero2_offload.json"]),
+    "zero 3, offload": (2, ["args.deepspeed_config=ds_configs/zero3_offload.json"]),
+    "four processes": (4, []),
+    "groups of two, zero 2": (4, [GROUPS_OF_TWO, "args.deepspeed_config=ds_configs/zero2.json"]),
+    "groups of two, zero 3": (4, [GROUPS_OF_TWO, "args.deepspeed_config=ds_configs/zero3.json"]),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Runs of one process, each made once, by task."""
+    runs = {}
+
+    def get(task):
+        if task not in runs:
+            runs[task] = train(1, tmp_path_factory.mktemp("alone"), *TASKS[task])
+        return runs[task]
+
+    return get
+
+
+def assert_same(run, other, agents):
+    """Samples are the same, gradients within 1e-5, weights within 1 % of how far they moved; records are complete."""
+    assert sampled(run) == sampled(other)
+    mine, theirs = lines(run, "metrics"), lines(other, "metrics")
+    assert [line.keys() for line in mine] == [line.keys() for line in theirs]
+    for one, two in zip(mine, theirs):
+        for key, value in one.items():
+            if isinstance(value, float) and "time" not in key:
+                assert two[key] == pytest.approx(value, rel=1e-4, abs=1e-4), (key, one["step"])
+        for agent in range(agents):
+            if one["kind"] == "train" and one["step"] == 1:
+                key = f"agent_{agent}/grad_norm"
+                assert two[key] == pytest.approx(one[key], rel=1e-5)
+    pristine = dict(load_model("tiny").named_parameters())
+    start_weights = {key: pristine[key[1]].detach() for key in weights(run)}
+    assert distance(weights(run), weights(other)) < 0.01 * moved(run, start_weights)
+    assert moved(run, start_weights) > 0.1
+
+
+@pytest.mark.parametrize("mode", ["two processes", "groups", "zero 2"])
+def test_same_result_in_several_processes(alone, mode, tmp_path):
+    processes, settings = MODES[mode]
+    task = "one turn"
+    assert_same(alone(task), train(processes, tmp_path, *TASKS[task], *settings), agents=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+def test_same_result_of_two_turns_in_every_mode(alone, mode, tmp_path):
+    processes, settings = MODES[mode]
+    assert_same(alone("two turns"), train(processes, tmp_path, *TASKS["two turns"], *settings), agents=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("task", "mode"),
+    [
+        ("cross", "zero 3"),
+        ("cross", "groups"),
+        ("centralised", "zero 2"),
+        ("uneven", "four processes"),
+        ("uneven", "zero 3"),
+        ("uneven", "groups of two, zero 2"),
+    ],
+)
+def test_same_result_of_other_trees(alone, task, mode, tmp_path):
+    processes, settings = MODES[mode]
+    agents = 1 if task == "centralised" else 2
+    assert_same(alone(task), train(processes, tmp_path, *TASKS[task], *settings), agents)
+
+
+@pytest.mark.full
+def test_accelerate_launch_reads_the_config_files(alone, tmp_path):
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "launch/accelerate/zero2.yaml"]
+    finish(start(launcher, tmp_path, TASKS["one turn"]))
+    assert_same(alone("one turn"), tmp_path / "run", agents=2)
+
+
+@pytest.mark.full
+def test_two_launchers_are_two_machines(alone, tmp_path):
+    settings = [*TASKS["one turn"], GROUPS]
+    port = free_port()
+    both = [start(torchrun(1, port, machines=2, machine=i), tmp_path, settings) for i in range(2)]
+    for process in both:
+        finish(process)
+    assert_same(alone("one turn"), tmp_path / "run", agents=2)
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+RESUMABLE = [*TASKS["two turns"], "args.eval_interval=0", "args.checkpoint_steps=2", "args.max_steps=6"]
+
+
+def resume(processes, out, *settings):
+    launcher = torchrun(processes) if processes > 1 else [sys.executable]
+    finish(start(launcher, out, [*RESUMABLE, "--resume", "auto", *settings]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["two processes", "zero 2", "zero 3", "groups"])
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(mode, tmp_path):
+    processes, settings = MODES[mode]
+    whole = train(processes, tmp_path / "whole", *RESUMABLE, *settings)
+    train(processes, tmp_path / "parts", *RESUMABLE, *settings, "args.max_steps=3")
+    resume(processes, tmp_path / "parts", *settings)
+    parts = tmp_path / "parts" / "run"
+    assert sampled(parts) == sampled(whole)
+    assert weights(parts).keys() == weights(whole).keys()
+    assert distance(weights(parts), weights(whole)) == 0.0
+    steps = [line["step"] for line in lines(parts, "metrics")]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.full
+def test_a_checkpoint_goes_on_with_other_numbers_of_processes_and_stages(tmp_path):
+    """2 processes with ZeRO-2, then 1, then 4 in groups with ZeRO-3."""
+    whole = train(1, tmp_path / "whole", *RESUMABLE)
+    out = tmp_path / "parts"
+    train(2, out, *RESUMABLE, "args.deepspeed_config=ds_configs/zero2.json", "args.max_steps=2")
+    layout = files(out)
+    resume(1, out, "args.max_steps=4")
+    assert files(out) == layout
+    resume(4, out, GROUPS_OF_TWO, "args.deepspeed_config=ds_configs/zero3.json")
+    assert files(out) == layout
+    run = out / "run"
+    assert sampled(run) == sampled(whole)
+    pristine = dict(load_model("tiny").named_parameters())
+    start_weights = {key: pristine[key[1]].detach() for key in weights(run)}
+    assert distance(weights(run), weights(whole)) < 0.01 * moved(whole, start_weights)
+
+
+def files(out):
+    newest = checkpoint.newest_good(out / "run" / "checkpoints")
+    return sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+FAULTY = """
+import os, sys, time
+from comlrl.tasks.matrix_game import pairing as game
+
+RANK = int(os.environ["RANK"])
+calls = 0
+
+
+def pairing(num_agents: int):
+    task = game(num_agents)
+    score = task.score
+
+    def faulty(row, texts):
+        global calls
+        calls += 1
+        {fault}
+        return score(row, texts)
+
+    task.score = faulty
+    return task
+"""
+
+
+def faulty_task(tmp_path, fault):
+    path = tmp_path / "faulty.py"
+    path.write_text(FAULTY.format(fault=fault))
+    return [f"task={path}:pairing"]
+
+
+def ends(processes, out, settings, seconds=60):
+    """What is printed by a run that fails within this time."""
+    process = start(torchrun(processes), out, settings)
+    try:
+        text, _ = process.communicate(timeout=seconds + 30)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    return text
+
+
+def children_of_test():
+    found = subprocess.run(["pgrep", "-f", "train_magrpo.py"], capture_output=True, text=True, check=False)
+    return found.stdout.split()
+
+
+@pytest.mark.full
+def test_an_error_in_one_process_ends_all_and_is_the_one_that_is_shown(tmp_path):
+    fault = "if RANK == 1 and calls > 40: raise OSError('the disk of rank 1')"
+    settings = faulty_task(tmp_path, fault)
+    began = time.monotonic()
+    text = ends(2, tmp_path, settings)
+    assert time.monotonic() - began < 60
+    summary = text[text.index("Root Cause (first observed failure)") :]
+    assert "rank      : 1" in summary
+    assert "the disk of rank 1" in text
+    assert "process 0 ends: process 1 failed" in text
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "process 1 failed" in log
+    assert "the disk of rank 1" in log
+    # What was computed is saved: all processes were still together.
+    assert checkpoint.newest_good(tmp_path / "run" / "checkpoints") is not None
+
+
+@pytest.mark.full
+def test_a_killed_process_ends_all(tmp_path):
+    settings = faulty_task(tmp_path, "if RANK == 1 and calls > 40: os.kill(os.getpid(), 9)")
+    began = time.monotonic()
+    text = ends(2, tmp_path, settings)
+    assert time.monotonic() - began < 60
+    summary = text[text.index("Root Cause (first observed failure)") :]
+    assert "rank      : 1" in summary
+    assert "exitcode  : -9" in summary
+
+
+@pytest.mark.full
+def test_long_work_in_one_process_is_waited_for(tmp_path):
+    settings = faulty_task(tmp_path, "if RANK == 1 and calls == 40: time.sleep(20)")
+    run = train(2, tmp_path, *settings, "args.collective_timeout=10")
+    assert lines(run, "metrics")[-1]["step"] == 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_leaves_no_process(tmp_path, number):
+    settings = [*faulty_task(tmp_path, "time.sleep(0.05)"), "args.max_steps=1000"]
+    process = start([sys.executable, "launch/forward.py", *torchrun(2)], tmp_path, settings)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+    process.send_signal(number)
+    process.communicate(timeout=45)
+    deadline = time.monotonic() + 15
+    while (left := [p for p in children_of_test() if str(tmp_path) in command_of(p)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
+    assert process.returncode != 0
+    assert checkpoint.newest_good(tmp_path / "run" / "checkpoints") is not None
+
+
+def command_of(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+@pytest.mark.full
+def test_kill_9_under_zero_2_loses_nothing(tmp_path):
+    """As in one process: whenever it is killed, the resumed run ends with the same weights."""
+    settings = [*RESUMABLE, "args.deepspeed_config=ds_configs/zero2.json"]
+    whole = train(2, tmp_path / "whole", *settings)
+    for kill_at in (1, 4):
+        out = tmp_path / f"killed-{kill_at}"
+        process = start(torchrun(2), out, settings)
+        metrics = out / "run" / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count("\n") < kill_at:
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.01)
+        for pid in children_of_test():
+            if str(out) in command_of(pid):
+                os.kill(int(pid), signal.SIGKILL)
+        process.wait(timeout=60)
+        resume(2, out, "args.deepspeed_config=ds_configs/zero2.json")
+        runs = sorted((path for path in out.iterdir() if path.is_dir()), key=lambda p: len(p.name))
+        assert sampled(runs[-1]) == sampled(whole)
+        assert distance(weights(runs[-1]), weights(whole)) == 0.0
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_the_placement_once(tmp_path):
+    settings = [*TASKS["one turn"], GROUPS, "--dry-run"]
+    text = finish(start(torchrun(2), tmp_path, settings))
+    assert text.count("agent_0: tiny") == 1
+    assert "ranks 0, computes in float32" in text
+    assert "ranks 1, computes in float32" in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["args.agent_devices=auto", "args.deepspeed_config=ds_configs/zero2.json"], "agent_devices='auto' is for one"),
+        (["args.placement={agents: [[0], [5]]}"], "ranks go from 0 to 1, as 2 process"),
+        (["args.placement={agents: [[0], []]}"], "a model needs at least one rank"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(tmp_path, settings, message):
+    process = start(torchrun(2), tmp_path, [*TASKS["one turn"], *settings, "--dry-run"])
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert message in text
+    assert "Traceback" not in text.split("train_magrpo.py FAILED")[0].split("torch.distributed.elastic")[0]
