@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,16 @@ from comlrl.generation import left_pad, right_pad
 from comlrl.placement import ALONE, Group
 
 Run = Callable[..., Any]
+
+
+class Tokens(Protocol):
+    """What has a length in tokens."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+
+
+Item = TypeVar("Item", bound=Tokens)
 
 
 @dataclass(eq=False)
@@ -32,6 +42,11 @@ class Sample:
     truncated: bool
     sampler_logprobs: Tensor
     advantage: float = 0.0
+    value: float = 0.0  # a critic's baseline
+    raw_advantage: float = 0.0  # before it is normalised over the minibatch
+    value_output: float = 0.0  # of a value head on this agent's model, before the first step
+    value_target: float = 0.0  # of that head
+    value_weight: float = 0.0  # of that head's loss in this minibatch
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
 
@@ -46,6 +61,7 @@ class MicroBatch:
     completion_ids: Tensor
     completion_mask: Tensor
     prompt_index: Tensor
+    values: Tensor | None = None  # [N], of a model with a value head
 
     def logprobs(self, run: Run, agent: Agent, temperature: float, entropy: str) -> tuple[Tensor, Tensor]:
         """`run(function, ...)` calls function(model, ...), as `Engine.run` does."""
@@ -73,18 +89,18 @@ class MicroBatch:
         return padded.to(self.completion_ids.device)
 
 
-def cut(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+def cut(samples: Sequence[Item], budget: int) -> list[list[Item]]:
     """Batches of at most `budget` tokens, pads included (one sample may exceed it).
 
     The longest come first, so a batch that does not fit in memory fails at once; samples of one prompt stay together,
     since they share its keys and values.
     """
     ordered = sorted(samples, key=lambda s: (-len(s.prompt_ids) - len(s.token_ids), s.prompt_ids))
-    by_prompt: dict[tuple[int, ...], list[Sample]] = {}
+    by_prompt: dict[tuple[int, ...], list[Item]] = {}
     for sample in ordered:
         by_prompt.setdefault(tuple(sample.prompt_ids), []).append(sample)
-    batches: list[list[Sample]] = []
-    batch: list[Sample] = []
+    batches: list[list[Item]] = []
+    batch: list[Item] = []
     prompts: set[tuple[int, ...]] = set()
     width_prompt = width_answer = 0
     for prompt, group in by_prompt.items():
@@ -101,8 +117,8 @@ def cut(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
 
 
 def share(
-    samples: Sequence[Sample], group: Group, budget: int, lockstep: bool = False
-) -> list[tuple[list[Sample], bool]]:
+    samples: Sequence[Item], group: Group, budget: int, lockstep: bool = False
+) -> list[tuple[list[Item], bool]]:
     """This process's share of one agent's samples in batches, each with whether it counts.
 
     lockstep: all processes of the group get equally many; who has fewer repeats one that does not count.

@@ -84,7 +84,7 @@ class TeamTrainer(Checkpointing):
         args = self.args
         named = {"agent_devices": args.agent_devices, "reference_devices": args.reference_devices}
         check_parallel_training(args.parallel_training, named, args.deepspeed_config is not None or by_deepspeed())
-        check_placement(args.placement, {kind: self.num_models() for kind in self.model_kinds()}, process_count())
+        check_placement(args.placement, self.model_counts(), process_count())
         if args.deepspeed_config is not None:
             read_config(args.deepspeed_config)
         if reward_func is None:
@@ -124,6 +124,7 @@ class TeamTrainer(Checkpointing):
             agent_model, agents, self.num_models(), tokenizer, model_config, args.agent_devices, args.dtype
         )
         resolve_devices(args.reference_devices, self.num_models(), "reference_devices")
+        self.check_other_models()
         self.run: Run | None = None
         self.run_config = run_config or {}
         output = ((wandb_config or {}).get("config_sections") or {}).get("output") or {}
@@ -151,9 +152,9 @@ class TeamTrainer(Checkpointing):
 
     def load_models(self) -> None:
         args = self.args
-        self.placement = Placement(self.world, args.placement, {kind: self.num_models() for kind in self.model_kinds()})
+        self.placement = Placement(self.world, args.placement, self.model_counts())
         homes = self.placement.of("agents")
-        self.agents: list[Agent] = load_team(self.members)
+        self.agents: list[Agent] = self.load_agents()
         # Of fp32 weights, so that it does not depend on the device that computes.
         hashes = [tensors_hash(model_tensors(agent.model)) for agent in self.agents if args.reference_kl_enabled]
         self.reference_hashes = hashes
@@ -188,10 +189,23 @@ class TeamTrainer(Checkpointing):
             self.pool,
             self.placement,
         )
+        self.load_other_models()
 
-    def model_kinds(self) -> list[str]:
-        """Kinds of models that `placement` may name."""
-        return ["agents", *(["references"] if self.args.reference_kl_enabled else [])]
+    def model_counts(self) -> dict[str, int]:
+        """Kinds of models that `placement` may name, and how many there are."""
+        count = self.num_models()
+        return {"agents": count, **({"references": count} if self.args.reference_kl_enabled else {})}
+
+    # What a family with more models (critics) overrides.
+
+    def check_other_models(self) -> None:
+        """Refuse other models than the agents that cannot work; loads nothing."""
+
+    def load_agents(self) -> list[Agent]:
+        return load_team(self.members)
+
+    def load_other_models(self) -> None:
+        """Called last."""
 
     def make_engine(self, agent: Agent, settings: OptimizerSettings, group: Group) -> Engine:
         if self.zero is None:
@@ -417,7 +431,7 @@ class TeamTrainer(Checkpointing):
     def plan(self) -> str:
         """What would run: models, devices, bytes, tree size, samples and steps."""
         nodes = credit.tree_size(self.branches(), self.shape.num_turns, self.shape.greedy_baseline)
-        placement = Placement(self.world, self.args.placement, {kind: self.num_models() for kind in self.model_kinds()})
+        placement = Placement(self.world, self.args.placement, self.model_counts())
         return plan_text(
             self.members,
             self.args,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from comlrl import credit, losses
+from comlrl.agents import Agent
 from comlrl.batches import MicroBatch, Sample, collate, frozen_logprobs, share
 from comlrl.centralized import CentralizedComparatorAdapter, Coordinator, TaggedCentralizedComparatorAdapter
 from comlrl.engine import Engine
@@ -136,6 +137,7 @@ class MAGRPOTrainer(TeamTrainer):
             agents = range(len(self.agents))
             samples = [[self.samples(node, agent) for node in nodes] for agent in agents]
             self.fill_logprobs(samples, several_steps=len(chunks) > 1)
+            self.fill_values(nodes, samples)
             for agent in agents:
                 for node, group in zip(nodes, samples[agent], strict=True):
                     self.advantages(node, agent, group)
@@ -299,6 +301,9 @@ class MAGRPOTrainer(TeamTrainer):
             for (name, index, place), values in results.items():
                 setattr(flat[index][place], name, values)
 
+    def fill_values(self, nodes: list[Node], samples: list[list[list[Sample]]]) -> None:
+        """What a critic says, for families that have one; samples[agent][node]."""
+
     def advantages(self, node: Node, agent: int, group: list[Sample]) -> None:
         """Set each sample's advantage from the credits of its group: one agent's samples at one node."""
         if not group:
@@ -356,7 +361,7 @@ class MAGRPOTrainer(TeamTrainer):
         for number, (part, counts) in enumerate(parts):
             batch = collate(part, agent)
             entropy = "gradient" if args.entropy_coef else "value"
-            logprobs, entropies = batch.logprobs(engine.run, agent, self.temperature, entropy)
+            logprobs, entropies = self.forward(batch, engine, agent, entropy)
             if part[0].old_logprobs is None:
                 old = logprobs.detach()
             else:
@@ -370,7 +375,7 @@ class MAGRPOTrainer(TeamTrainer):
                 samples=sum(map(len, groups)),
                 tokens=tokens,
             )
-            loss = (token_loss * factors).sum()
+            loss = (token_loss * factors).sum() + self.sample_loss(batch, counts)
             if not torch.isfinite(loss):
                 problem = problem or f"loss {loss.item()} over samples {self.names([part])}"
                 if not engine.lockstep:
@@ -381,6 +386,13 @@ class MAGRPOTrainer(TeamTrainer):
                 logged["sampler_gap"] = (old - sampler).abs() * batch.completion_mask
                 meter.add(batch, logged, token_loss.detach() * factors)
         return meter, problem
+
+    def forward(self, batch: MicroBatch, engine: Engine, agent: Agent, entropy: str) -> tuple[Tensor, Tensor]:
+        return batch.logprobs(engine.run, agent, self.temperature, entropy)
+
+    def sample_loss(self, batch: MicroBatch, counts: bool) -> Tensor | float:
+        """A loss of samples, not tokens, to add; 0 if the batch does not count."""
+        return 0.0
 
     def active(self, trained: list[Sample]) -> list[Sample]:
         """Without those of advantage exactly 0, whose gradient is exactly 0 unless a KL or entropy term acts on it."""

@@ -118,7 +118,7 @@ class MAGRPOConfig:
         self.joint_mode = JOINT_MODES[self.joint_mode]
         self._choose("chat_template", ("messages", "always", "never"))
         self._choose("dtype", ("auto", "float32", "bfloat16"))
-        self._choose("advantage_mode", ADVANTAGE_MODES)
+        self._choose("advantage_mode", self.advantage_modes())
         self._choose("node_weighting", ("tree", "equal"))
         self._choose("loss_aggregation", LOSS_AGGREGATIONS)
         self._choose("reference_kl_in", ("loss", "return"))
@@ -155,13 +155,19 @@ class MAGRPOConfig:
         self._require("discount", 0 <= self.discount <= 1, "in [0, 1]")
         self.adam_betas = tuple(self.adam_betas)  # type: ignore[assignment]
         self._require("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)")
+        self.check_generations()
+        if self.checkpoint_best_metric is not None and not self.eval_interval:
+            raise ValueError("checkpoint_best_metric needs evaluations; set eval_interval above 0")
+
+    def advantage_modes(self) -> tuple[str, ...]:
+        return ADVANTAGE_MODES
+
+    def check_generations(self) -> None:
         if self.num_generations < 2 and self.advantage_mode in ("mean", "rloo", "max"):
             raise ValueError(
                 f"num_generations=1: advantage_mode={self.advantage_mode!r} compares the samples of a group, so at "
                 "least 2 are needed; raise num_generations, or use advantage_mode raw or greedy"
             )
-        if self.checkpoint_best_metric is not None and not self.eval_interval:
-            raise ValueError("checkpoint_best_metric needs evaluations; set eval_interval above 0")
         if self.advantage_normalization and self.num_generations < 2:
             raise ValueError("advantage_normalization needs num_generations of at least 2; set it to false")
 
