@@ -66,7 +66,7 @@ def zero_shares(zero: Mapping[str, Any] | None, size: int) -> Shares:
     if "offload_param" in options:
         weights = 0.0
     return Shares(
-        weights=weights + (masters / WEIGHT if stage < 3 else 0.0),
+        weights=weights + masters / WEIGHT,
         gradients=part if stage >= 2 else 1.0,
         moments=part if on_device else 0.0,
         copy=stage == 3,
