@@ -389,13 +389,13 @@ def trivial_scores(rows: Sequence[Row], rules: Rules) -> dict[str, float]:
         return sum(score_building(row, answers(row), rules)[0] for row in rows) / len(rows)
 
     def flood(row: Row) -> list[str]:
-        """Every cell of the canvas, as far as blocks and commands last."""
-        width, height, depth = row["size"]
-        everything = {"size": row["size"], "target": []}
-        kind = max(row["stock"], key=row["stock"].__getitem__) if "stock" in row else ""
-        for x, y, z in itertools.product(range(width), range(height), range(depth)):
-            everything["target"].append([x, y, z, kind])
-        return reference_texts(everything, rules)
+        """Every cell of the canvas in a good pattern; in houses, one by one, of the kind that there is most of."""
+        cells = list(itertools.product(*(range(length) for length in row["size"])))
+        if "stock" in row:
+            kind = max(row["stock"], key=row["stock"].__getitem__)
+            lines = ["/fill {0} {1} {2} {0} {1} {2} {3}".format(*cell, kind) for cell in cells]
+            return ["\n".join(lines[agent :: rules.num_agents]) for agent in range(rules.num_agents)]
+        return reference_texts({"size": row["size"], "target": [[*cell, ""] for cell in cells]}, rules)
 
     def one_agent(row: Row) -> list[str]:
         return [reference_texts(row, rules)[0]] + [""] * (rules.num_agents - 1)
