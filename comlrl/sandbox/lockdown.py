@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a table)
 """What a process inside the sandbox gives up before it runs anything: capabilities, resources, system calls.
 
 Like values.py and inside.py, this file is part of the text that runs inside the sandbox.

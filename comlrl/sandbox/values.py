@@ -1,7 +1,7 @@
 """Values as bytes, for pipes whose other end is not trusted: JSON with tags, no code.
 
-``encode`` keeps the types that plain Python data has (tuples, sets, dictionaries with any keys, complex numbers, bytes,
-ints of any size, infinite floats). A subclass is sent as its plain base, so that no method of its own travels. Any other
+``encode`` keeps the types of plain Python data (tuples, sets, dictionaries with any keys, complex numbers, bytes, ints
+of any size, infinite floats). A subclass is sent as its plain base, so that no method of its own travels. Any other
 object becomes a reference (if the caller keeps objects) or ``Opaque``, which equals nothing.
 
 This file and inside.py also run as one text inside the sandbox, so they import the standard library only.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ TASKS = {
     "str_build": "comlrl.tasks.building:str_build",
     "house_build": "comlrl.tasks.building:house_build",
     "tool_use": "comlrl.tasks.tool_use:tool_use",
+    "programming": "comlrl.tasks.programming:programming",
     "tldr": "comlrl.tasks.writing:tldr",
     "arxiv": "comlrl.tasks.writing:arxiv",
     "travel": "comlrl.tasks.travel:travel",
@@ -54,6 +56,7 @@ class Task:
     trivial: dict[str, float] = field(default_factory=dict)  # what answers without any skill score
     reference: Callable[[Row], list[str]] | None = None  # answers that reach the maximum (in the first turn)
     row_of_turn: Callable[[Row, Prompt], Row] | None = None
+    parallel: int = 1  # joint answers that are scored at the same time, in threads
 
     def reward(
         self, *completions: Sequence[str], batch_items: Sequence[Row], prompts: Sequence[Prompt] | None = None
@@ -67,7 +70,11 @@ class Task:
             if not prompts:
                 raise ValueError(f"task {self.name}: the score depends on the turn, so reward needs prompts")
             batch_items = [self.row_of_turn(row, prompts[0]) for row in batch_items]
-        scores = [self.score(row, texts) for row, texts in zip(batch_items, zip(*completions))]
+        if self.parallel > 1:
+            with ThreadPoolExecutor(self.parallel) as pool:
+                scores = list(pool.map(self.score, batch_items, zip(*completions)))
+        else:
+            scores = [self.score(row, texts) for row, texts in zip(batch_items, zip(*completions))]
         return [{"reward": total, **parts} for total, parts in scores]
 
 
