@@ -21,6 +21,7 @@ from transformers import (
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from comlrl import embedded
+from comlrl.offload import on_device
 from comlrl.value_head import CausalLMWithValueHead, save_head, split_head
 
 Prompt = str | list[dict[str, str]]
@@ -56,6 +57,7 @@ class Agent:
         self.context_length = context_length(model, tokenizer)
         self.value_model: CausalLMWithValueHead | None = None
         self._sampler: PreTrainedModel | None = None
+        self.idle = False  # whether the sampler is on the CPU while it has nothing to do
 
     def attach_value_head(self, hidden_dim: int | None = None) -> CausalLMWithValueHead:
         """From now on the model also has values; the language model inside is the same object."""
@@ -142,6 +144,10 @@ class Agent:
                     with gathered([parameter]):
                         mine.copy_(parameter)
 
+    def awake(self) -> AbstractContextManager:
+        """Inside, the sampler is on the device."""
+        return on_device(self.sampler, self.device, self.idle)
+
     def unload(self) -> None:
         """Keep the shapes and the tokenizer only: this process does no work of this agent."""
         self.model = self.model.to(device="meta")  # type: ignore[call-arg]
@@ -190,7 +196,7 @@ class Agent:
 
 
 def completion_logprobs(
-    model: nn.Module,
+    model: Callable[..., Any],
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     completion_ids: Tensor,

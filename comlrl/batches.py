@@ -1,7 +1,8 @@
 """What the learner reads: samples of one agent, cut into padded micro-batches."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -9,16 +10,31 @@ from torch import Tensor
 
 from comlrl.agents import Agent, completion_logprobs
 from comlrl.generation import left_pad, right_pad
-from comlrl.placement import ALONE, Group
+from comlrl.placement import Group
 
 Run = Callable[..., Any]
+
+
+class Loaded(Protocol):
+    """A model on this process's device, as `comlrl.engine` has them."""
+
+    device: torch.device  # may be another than its agent's
+    group: Group
+    lockstep: bool
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+    def awake(self) -> AbstractContextManager: ...
 
 
 class Tokens(Protocol):
     """What has a length in tokens."""
 
-    prompt_ids: list[int]
-    token_ids: list[int]
+    @property
+    def prompt_ids(self) -> list[int]: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
 
 
 Item = TypeVar("Item", bound=Tokens)
@@ -41,6 +57,7 @@ class Sample:
     trained: bool
     truncated: bool
     sampler_logprobs: Tensor
+    number: int = 0  # of the completion among its agent's at the node
     advantage: float = 0.0
     value: float = 0.0  # a critic's baseline
     raw_advantage: float = 0.0  # before it is normalised over the minibatch
@@ -62,6 +79,7 @@ class MicroBatch:
     completion_mask: Tensor
     prompt_index: Tensor
     values: Tensor | None = None  # [N], of a model with a value head
+    logged: dict[str, Tensor] = field(default_factory=dict)  # numbers of samples, [N]
 
     def logprobs(self, run: Run, agent: Agent, temperature: float, entropy: str) -> tuple[Tensor, Tensor]:
         """`run(function, ...)` calls function(model, ...), as `Engine.run` does."""
@@ -116,9 +134,7 @@ def cut(samples: Sequence[Item], budget: int) -> list[list[Item]]:
     return [*batches, batch] if batch else batches
 
 
-def share(
-    samples: Sequence[Item], group: Group, budget: int, lockstep: bool = False
-) -> list[tuple[list[Item], bool]]:
+def share(samples: Sequence[Item], group: Group, budget: int, lockstep: bool = False) -> list[tuple[list[Item], bool]]:
     """This process's share of one agent's samples in batches, each with whether it counts.
 
     lockstep: all processes of the group get equally many; who has fewer repeats one that does not count.
@@ -146,26 +162,19 @@ def collate(samples: list[Sample], agent: Agent, device: torch.device | None = N
 
 @torch.no_grad()
 def frozen_logprobs(
-    samples: Sequence[Sample],
-    agent: Agent,
-    run: Run,
-    device: torch.device,
-    temperature: float,
-    budget: int,
-    group: Group = ALONE,
-    lockstep: bool = False,
+    samples: Sequence[Sample], agent: Agent, model: Loaded, temperature: float, budget: int
 ) -> dict[int, Tensor]:
-    """Log-probs of this process's share of the samples, without gradient.
+    """Log-probs of this process's share of the samples, without gradient, under `model`: an `Engine` or a `Frozen`.
 
-    `run(function, ...)` calls function(model, ...) on `device`: a reference may live elsewhere than its agent.
     Returns place in `samples` -> [len(token_ids)], fp32, on the CPU.
     """
     places = {id(sample): place for place, sample in enumerate(samples)}
     result = {}
-    for part, counts in share(samples, group, budget, lockstep):
-        batch = collate(part, agent, device)
-        logprobs, _ = batch.logprobs(run, agent, temperature, entropy="none")
-        if counts:
-            for sample, row in zip(part, logprobs.cpu()):
-                result[places[id(sample)]] = row[: len(sample.token_ids)].clone()
+    with model.awake():
+        for part, counts in share(samples, model.group, budget, model.lockstep):
+            batch = collate(part, agent, model.device)
+            logprobs, _ = batch.logprobs(model.run, agent, temperature, entropy="none")
+            if counts:
+                for sample, row in zip(part, logprobs.cpu()):
+                    result[places[id(sample)]] = row[: len(sample.token_ids)].clone()
     return result

@@ -1,6 +1,7 @@
 """One optimizer step of one model: plain torch here, DeepSpeed ZeRO in `comlrl.zero`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import get_scheduler
 
 from comlrl import checkpoint
 from comlrl.agents import Agent
+from comlrl.offload import move, move_moments, on_device
 from comlrl.placement import ALONE, Group
 
 # Schedules of transformers.get_scheduler that need no number of steps, and those that do.
@@ -70,6 +72,18 @@ class Engine:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(model, settings)
         self.scheduler = make_scheduler(self.optimizer, settings, total_steps)
+        self.idle = False  # see `leave_device`
+        self.device = next(model.parameters()).device
+
+    def leave_device(self) -> None:
+        """From now on everything is on the CPU between two calls of `awake`."""
+        self.idle = True
+        move(self.model, "cpu")
+        move_moments(self.optimizer, "cpu")
+
+    def awake(self) -> AbstractContextManager:
+        """Inside, the weights are on the device: around forwards, backwards and steps."""
+        return on_device(self.model, self.device, self.idle)
 
     @property
     def learning_rate(self) -> float:
@@ -111,7 +125,11 @@ class Engine:
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        if self.idle:
+            move_moments(self.optimizer, self.device)
         self.optimizer.step()
+        if self.idle:
+            move_moments(self.optimizer, "cpu")
         self.scheduler.step()
         self.clear()
 
@@ -180,6 +198,14 @@ class Frozen:
         self.model = model
         self.group = group
         self.device = next(model.parameters()).device
+        self.idle = False
+
+    def leave_device(self) -> None:
+        self.idle = True
+        move(self.model, "cpu")
+
+    def awake(self) -> AbstractContextManager:
+        return on_device(self.model, self.device, self.idle)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(self.model, *args, **kwargs)

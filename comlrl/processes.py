@@ -66,20 +66,28 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 class World:
-    """All processes of this run: `rank` of `size`. With one process everything here returns at once."""
+    """All processes of this run: `rank` of `size`. With one process everything here returns at once.
 
-    def __init__(self, collective_timeout: float | None = None):
+    collective_timeout: seconds. deepspeed: whether it is wanted, also in one process.
+    """
+
+    def __init__(self, collective_timeout: float | None = None, deepspeed: bool = False):
         self.rank, self.size = 0, 1
         self.stop: StopSignal | None = None  # a signal in one process stops all
         self.deepspeed_config: dict[str, Any] | None = None  # as `accelerate launch` was told
-        if process_count() == 1 and not by_deepspeed():
+        if process_count() == 1 and not deepspeed and not by_deepspeed():
             return
         timeout = None if collective_timeout is None else timedelta(seconds=collective_timeout)
         if not dist.is_initialized():
             gpus = torch.cuda.is_available()
             if gpus:
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("nccl" if gpus else "gloo", timeout=timeout)
+            backend = "nccl" if gpus else "gloo"
+            if "RANK" in os.environ:
+                dist.init_process_group(backend, timeout=timeout)
+            else:  # started without a launcher: DeepSpeed wants a group of one
+                os.environ.setdefault("LOCAL_RANK", "0")
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
         if by_deepspeed():

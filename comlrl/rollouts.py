@@ -283,7 +283,10 @@ class Rollouts:
             for n, k, seed in groups[agent].share(wanted[agent]):
                 jobs.setdefault(n, []).append((k, seed))
             requests = [Request(level[n].prompt_ids[agent], [seed for _, seed in job]) for n, job in jobs.items()]
-            results = generate(self.agents[agent], requests, sampling, max_rows) if requests else []
+            results: list[list[Completion]] = []
+            if requests:
+                with self.agents[agent].awake():
+                    results = generate(self.agents[agent], requests, sampling, max_rows)
             return {
                 (agent, n, k): completion
                 for (n, job), completions in zip(jobs.items(), results, strict=True)

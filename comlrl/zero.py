@@ -126,6 +126,8 @@ class ZeroEngine(Engine):
         full = dict(config)
         if settings.max_grad_norm is not None:
             full["gradient_clipping"] = settings.max_grad_norm
+        self.idle = False  # DeepSpeed has its own offload
+        self.device = next(model.parameters()).device
         self.engine, *_ = deepspeed.initialize(
             model=Call(model), optimizer=self.optimizer, config=full, mpu=Topology(group), dist_init_required=False
         )
@@ -277,6 +279,7 @@ class ZeroFrozen(Frozen):
         self.model = model
         self.group = group
         self.device = device
+        self.idle = False
         self.engine, *_ = deepspeed.initialize(
             model=Call(model),
             config={**config, "zero_optimization": zero},

@@ -408,7 +408,7 @@ def test_logprobs_do_not_depend_on_how_samples_are_cut(load_agent, tiny, budget)
     for batch in batches:
         tokens = batch.prompt_ids.numel() + batch.completion_ids.numel()
         assert tokens <= budget or len(batch.samples) == 1
-    found = frozen_logprobs(samples, agent, Frozen(agent.model).run, agent.device, 0.5, budget)
+    found = frozen_logprobs(samples, agent, Frozen(agent.model), 0.5, budget)
     for place, sample in enumerate(samples):
         expected = plain_logprobs(agent.model, sample.prompt_ids, sample.token_ids, 0.5)
         torch.testing.assert_close(found[place], expected, rtol=1e-5, atol=1e-5)

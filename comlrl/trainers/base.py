@@ -87,6 +87,10 @@ class TeamTrainer(Checkpointing):
         check_placement(args.placement, self.model_counts(), process_count())
         if args.deepspeed_config is not None:
             read_config(args.deepspeed_config)
+        if args.offload_idle and (args.deepspeed_config is not None or by_deepspeed()):
+            raise ValueError(
+                "offload_idle=True: DeepSpeed has its own offload; use ds_configs/zero*_offload.json instead"
+            )
         if reward_func is None:
             raise ValueError("reward_func is missing: give a function f(completions_1, ..., completions_n) -> rewards")
         if (eval_logger is None) != (eval_aggregator is None):
@@ -143,9 +147,13 @@ class TeamTrainer(Checkpointing):
             on_error=args.reward_on_error,
         )
         # After the reward workers: from here on there are threads.
-        self.world = World(args.collective_timeout)
+        self.world = World(args.collective_timeout, args.deepspeed_config is not None)
         config = args.deepspeed_config if args.deepspeed_config is not None else self.world.deepspeed_config
         self.zero = read_config(config) if config is not None else None
+        if args.offload_idle and self.zero is not None:
+            raise ValueError(
+                "offload_idle=True: DeepSpeed has its own offload; use ds_configs/zero*_offload.json instead"
+            )
         super().__init__()
         if not dry_run:
             self.load_models()
@@ -165,15 +173,7 @@ class TeamTrainer(Checkpointing):
                 agent.unload()
         self.pool = AgentPool(args.parallel_training, [agent.device for agent in self.agents])
         self.token_limit = Limit("micro_batch_tokens", args.micro_batch_tokens, self.world.any)
-        settings = OptimizerSettings(
-            args.agent_learning_rate,
-            args.adam_betas,
-            args.adam_eps,
-            args.weight_decay,
-            args.max_grad_norm,
-            args.lr_schedule,
-            args.warmup_steps,
-        )
+        settings = self.agent_settings()
         self.engines: dict[int, Engine] = {
             index: self.make_engine(agent, settings, homes[index])
             for index, agent in enumerate(self.agents)
@@ -190,6 +190,13 @@ class TeamTrainer(Checkpointing):
             self.placement,
         )
         self.load_other_models()
+        if args.offload_idle:
+            for engine in self.engines.values():
+                engine.leave_device()
+            for reference in self.references.values():
+                reference.leave_device()
+            for agent in self.agents:
+                agent.idle = True
 
     def model_counts(self) -> dict[str, int]:
         """Kinds of models that `placement` may name, and how many there are."""
@@ -206,6 +213,18 @@ class TeamTrainer(Checkpointing):
 
     def load_other_models(self) -> None:
         """Called last."""
+
+    def agent_settings(self) -> OptimizerSettings:
+        args = self.args
+        return OptimizerSettings(
+            args.agent_learning_rate,
+            args.adam_betas,
+            args.adam_eps,
+            args.weight_decay,
+            args.max_grad_norm,
+            args.lr_schedule,
+            args.warmup_steps,
+        )
 
     def make_engine(self, agent: Agent, settings: OptimizerSettings, group: Group) -> Engine:
         if self.zero is None:

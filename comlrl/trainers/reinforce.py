@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comlrl import credit, losses
 from comlrl.agents import Agent
-from comlrl.batches import MicroBatch, Sample, collate, frozen_logprobs, share
+from comlrl.batches import MicroBatch, Sample, Tokens, collate, frozen_logprobs, share
 from comlrl.centralized import CentralizedComparatorAdapter, Coordinator, TaggedCentralizedComparatorAdapter
 from comlrl.engine import Engine
 from comlrl.generation import Sampling, sample_seed
@@ -168,7 +168,7 @@ class MAGRPOTrainer(TeamTrainer):
     def forget_buffer(self) -> None:
         self.buffer, self.prepared = [], []
 
-    def within_memory(self, work: Callable[[int], Result], samples: list[list[list[Sample]]]) -> Result:
+    def within_memory(self, work: Callable[[int], Result], samples: Sequence[Sequence[Sequence[Tokens]]]) -> Result:
         """work(tokens of a micro-batch), with fewer tokens if memory runs out. samples: [agent][node]."""
         sizes = [[len(s.prompt_ids) + len(s.token_ids) for group in groups for s in group] for groups in samples]
         longest = max((size for each in sizes for size in each), default=1)
@@ -182,10 +182,16 @@ class MAGRPOTrainer(TeamTrainer):
         started = time.perf_counter()
         agents = range(len(self.agents))
 
+        def learn(index: int, budget: int) -> tuple[TokenMeter, str]:
+            if index not in self.engines:
+                return TokenMeter(index), ""
+            with self.engines[index].awake():
+                return self.learn(index, groups[index], scale, budget)
+
         def work(budget: int) -> dict[tuple[int, int], tuple[TokenMeter, str]]:
             for engine in self.engines.values():
                 engine.clear()  # of an attempt that ran out of memory
-            learned = self.pool.map(lambda index: self.learn(index, groups[index], scale, budget), len(agents))
+            learned = self.pool.map(lambda index: learn(index, budget), len(agents))
             return {(index, self.world.rank): learned[index] for index in self.engines}
 
         parts = self.world.union(lambda: self.within_memory(work, groups))
@@ -213,8 +219,9 @@ class MAGRPOTrainer(TeamTrainer):
     @staticmethod
     def reduced(engine: Engine) -> tuple[float, float]:
         """Gradient norm, once the gradients of all processes are in it, and learning rate."""
-        engine.reduce()
-        return engine.grad_norm(), engine.learning_rate
+        with engine.awake():
+            engine.reduce()
+            return engine.grad_norm(), engine.learning_rate
 
     def apply(self, metrics: Metrics, norms: list[float], useful: list[bool], problem: str) -> None:
         """One optimizer step of every agent, after all gradients are known to be finite."""
@@ -223,8 +230,9 @@ class MAGRPOTrainer(TeamTrainer):
             if problem or not useful[index]:
                 engine.skip()
             else:
-                engine.step(norms[index])
-                engine.refresh(self.agents[index])
+                with engine.awake():
+                    engine.step(norms[index])
+                    engine.refresh(self.agents[index])
         self.step += 1
         metrics["skipped_step"] = float(bool(problem) or not any(useful))
         self.seconds["time/learn"] += time.perf_counter() - started
@@ -249,6 +257,7 @@ class MAGRPOTrainer(TeamTrainer):
                 trained=not (self.args.mask_truncated and completion.truncated),
                 truncated=completion.truncated,
                 sampler_logprobs=torch.tensor(completion.logprobs),
+                number=k,
             )
             for k, (completion, value) in enumerate(zip(completions, credits))
             if value is not None
@@ -265,30 +274,10 @@ class MAGRPOTrainer(TeamTrainer):
             agent = self.agents[index]
             found: dict[tuple[str, int, int], Tensor] = {}
             if needs_old and index in self.engines:
-                engine = self.engines[index]
-                old = frozen_logprobs(
-                    flat[index],
-                    agent,
-                    engine.run,
-                    agent.device,
-                    self.temperature,
-                    budget,
-                    engine.group,
-                    engine.lockstep,
-                )
+                old = frozen_logprobs(flat[index], agent, self.engines[index], self.temperature, budget)
                 found |= {("old_logprobs", index, place): values for place, values in old.items()}
             if index in self.references:
-                reference = self.references[index]
-                frozen = frozen_logprobs(
-                    flat[index],
-                    agent,
-                    reference.run,
-                    reference.device,
-                    self.temperature,
-                    budget,
-                    reference.group,
-                    reference.lockstep,
-                )
+                frozen = frozen_logprobs(flat[index], agent, self.references[index], self.temperature, budget)
                 found |= {("reference_logprobs", index, place): values for place, values in frozen.items()}
             return found
 
@@ -347,11 +336,8 @@ class MAGRPOTrainer(TeamTrainer):
 
         Returns what is to be logged, and what was not finite, if any.
         """
-        args, agent = self.args, self.agents[index]
+        args, agent, engine = self.args, self.agents[index], self.engines[index]
         meter = TokenMeter(index)
-        if index not in self.engines:
-            return meter, ""
-        engine = self.engines[index]
         trained = [sample for group in groups for sample in group if sample.trained]
         weights = {id(s): scale * s.weight / len(group) for group in groups for s in group}
         tokens = sum(len(sample.token_ids) for sample in trained)

@@ -43,6 +43,7 @@ class MAGRPOConfig:
         None, "ranks of each model, for example {agents: [[0, 1], [2, 3]]}; none: every model on all processes"
     )
     deepspeed_config: str | None = option(None, "DeepSpeed's JSON (ds_configs/); none: what accelerate launch was told")
+    offload_idle: bool = option(False, "models with nothing to do wait on the CPU (without DeepSpeed)")
     collective_timeout: float | None = option(None, "seconds of a collective on tensors at most; none: torch's default")
     dtype: str = option("auto", "compute in float32 or bfloat16; auto: bfloat16 where the hardware is fast at it")
 
