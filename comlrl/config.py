@@ -70,6 +70,16 @@ class RunConfig:
                 raise ValueError(f"{key}={names}: {expected} expected for num_agents={self.num_agents}, or null")
 
 
+@dataclasses.dataclass
+class ActorCriticRunConfig(RunConfig):
+    """The settings of one run of train_ac.py."""
+
+    algorithm: str = option("maac", "maac or iac")
+    critic_model: str | None = option(None, "every critic's model; null: that of its agent (MAAC: of agent 0)")
+    critics: list[str] | None = option(None, "one model a critic (iac: num_agents, maac: 1); overrides critic_model")
+    critic_tokenizers: list[str] | None = option(None, "one tokenizer a critic; null: each model's own")
+
+
 # --- a dataclass from a nested dict ---
 
 

@@ -97,3 +97,64 @@ def tree_size(num_joint_actions: int, num_turns: int, greedy_baseline: bool) -> 
         nodes = num_joint_actions**turn
         total += nodes + (nodes * (num_turns - turn) if greedy_baseline else 0)
     return total
+
+
+# ---- critics --------------------------------------------------------------------------------------------------------
+
+
+def lambda_returns(
+    rewards: Sequence[float | None],
+    child_values: Sequence[float | None],
+    child_returns: Sequence[Sequence[float | None] | None],
+    discount: float,
+    lam: float,
+) -> list[float | None]:
+    """G_j = r_j + discount * [(1 - lam) * V(child) + lam * mean of G over the child's joint actions]: GAE on a tree.
+
+    Without a child, or if no joint action of the child was rewarded, G_j = r_j. None where the reward is. lam 0 is the
+    one-step target, lam 1 the return of `joint_returns`.
+    """
+    result: list[float | None] = []
+    for reward, value, child in zip(rewards, child_values, child_returns, strict=True):
+        known = [target for target in child or [] if target is not None]
+        if reward is None:
+            result.append(None)
+        elif not known:
+            result.append(reward)
+        else:
+            assert value is not None
+            result.append(reward + discount * ((1 - lam) * value + lam * mean(known)))
+    return result
+
+
+def sibling_baselines(
+    joint_actions: Sequence[tuple[int, ...]], values: Sequence[float | None], agent: int, num_completions: int
+) -> list[float | None]:
+    """For each of an agent's completions the mean value of the joint actions without it: a baseline it cannot act on.
+
+    `values`: of the joint actions, None for those that do not count. None where nothing is left.
+    """
+    groups: list[list[float]] = [[] for _ in range(num_completions)]
+    for action, value in zip(joint_actions, values, strict=True):
+        if value is not None:
+            for k in range(num_completions):
+                if action[agent] != k:
+                    groups[k].append(value)
+    return [mean(group) if group else None for group in groups]
+
+
+def z_scores(values: Tensor) -> Tensor:
+    """(values - mean) / population deviation (floor 1e-6), [N] -> [N] in float64; 0 if all are equal."""
+    values = values.double()
+    if not values.numel() or bool((values == values[0]).all()):
+        return torch.zeros_like(values)
+    return (values - values.mean()) / values.std(correction=0).clamp(min=NORMALIZATION_FLOOR)
+
+
+def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:
+    """1 - variance(returns - values) / variance(returns): 1 is perfect, 0 as good as a constant, NaN undefined."""
+    target = torch.tensor(returns, dtype=torch.float64)
+    variance = target.var(correction=0).item()
+    if variance <= 1e-12:
+        return float("nan")
+    return 1 - (target - torch.tensor(values, dtype=torch.float64)).var(correction=0).item() / variance

@@ -21,7 +21,7 @@ from typing import Any
 
 from comlrl.agents import Agent
 from comlrl.centralized import Coordinator, TaggedCentralizedComparatorAdapter
-from comlrl.config import RunConfig, exit_on_value_error, load
+from comlrl.config import ActorCriticRunConfig, RunConfig, exit_on_value_error, load, read_settings
 from comlrl.data import Row, RowSource
 from comlrl.evaluation import Evaluation, evaluate_team
 from comlrl.generation import Sampling
@@ -33,7 +33,7 @@ from comlrl.summaries import mean
 from comlrl.tasks import Task, load_rewards, load_task
 from comlrl.tasks.__main__ import prompt_text
 from comlrl.tracking import say, table_text
-from comlrl.trainers import REINFORCE_ALGORITHMS, CentralizedMAGRPOConfig, MAGRPOConfig
+from comlrl.trainers import ACTOR_CRITIC_ALGORITHMS, REINFORCE_ALGORITHMS, CentralizedMAGRPOConfig, MAGRPOConfig
 from comlrl.trainers.base import build_rollouts
 
 
@@ -79,7 +79,9 @@ def read_run(folder: Path, model_dir: str | None, overrides: Sequence[str]) -> S
     if not (folder / "config.yaml").is_file():
         what = "is no run's folder, it has no config.yaml" if folder.is_dir() else "does not exist"
         raise ValueError(f"RUN={folder} {what} (working directory: {Path.cwd()})")
-    config = load(RunConfig, str(folder / "config.yaml"), overrides, choose_config)
+    path = str(folder / "config.yaml")
+    actor_critic = read_settings(path, []).get("algorithm") in ACTOR_CRITIC_ALGORITHMS
+    config = load(ActorCriticRunConfig if actor_critic else RunConfig, path, overrides, choose_config)
     args: MAGRPOConfig = config.args
     task = load_task(config.task, config.num_agents, config.task_args)
     count = 1 if isinstance(args, CentralizedMAGRPOConfig) else config.num_agents
@@ -101,12 +103,13 @@ def read_run(folder: Path, model_dir: str | None, overrides: Sequence[str]) -> S
 def choose_config(raw: dict[str, Any]) -> dict[str, type]:
     """The class of `args` follows from `algorithm`."""
     algorithm = raw.get("algorithm")
-    if algorithm not in REINFORCE_ALGORITHMS:
+    known: dict[str, tuple[type, type]] = {**REINFORCE_ALGORITHMS, **ACTOR_CRITIC_ALGORITHMS}
+    if algorithm not in known:
         raise ValueError(
-            f"config.yaml: algorithm={algorithm!r} must be one of {', '.join(REINFORCE_ALGORITHMS)} "
+            f"config.yaml: algorithm={algorithm!r} must be one of {', '.join(known)} "
             "(None: no training script wrote it; use trainer.evaluate() then)"
         )
-    return {"args": REINFORCE_ALGORITHMS[algorithm][0]}
+    return {"args": known[algorithm][0]}
 
 
 def load_agents(members: Sequence[Member]) -> list[Agent]:

@@ -60,3 +60,16 @@ def aggregation_weights(
         return weights / max_new_tokens
     assert aggregation == "token_mean", aggregation
     return weights * samples / max(tokens, 1)
+
+
+def value_loss(outputs: Tensor, targets: Tensor, old_outputs: Tensor, clip_range: float | None) -> Tensor:
+    """(output - target)^2 each, all [N]; with a clip range the larger of that and the same at the old output +- range.
+
+    The maximum (as in PPO) stops a step that already went far, never one that comes back.
+    """
+    loss = (outputs - targets) ** 2
+    if clip_range is None:
+        return loss
+    near = old_outputs + (outputs - old_outputs).clamp(-clip_range, clip_range)
+    clipped = (near - targets) ** 2
+    return torch.where(clipped > loss, clipped, loss)

@@ -1,13 +1,15 @@
 """Numbers and records of rollout trees: what metrics.jsonl and completions.jsonl say about them."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from comlrl.batches import MicroBatch
+from comlrl import credit
+from comlrl.batches import MicroBatch, Sample
 from comlrl.rollouts import Node, RolloutStats, prompt_text, walk
 
 Metrics = dict[str, float]
@@ -138,6 +140,7 @@ class TokenMeter:
         self.index = index
         self.sums: dict[str, float] = {}
         self.tokens: dict[int, float] = {}
+        self.values = ValueMeter(f"agent_{index}")
 
     def add(self, batch: MicroBatch, logged: dict[str, Tensor], weighted_loss: Tensor) -> None:
         turns = torch.tensor([s.turn for s in batch.samples], device=batch.completion_mask.device)
@@ -148,11 +151,14 @@ class TokenMeter:
             for key, values in logged.items():
                 self._add(f"{prefix}/{key}", float(values[here].double().sum()))
             self._add(f"{prefix}/loss", float(weighted_loss[here].double().sum()))
+            for key, values in batch.logged.items():
+                self.values.add(turn, key, values[turns == turn])
             largest = f"{prefix}/sampler_gap_max"
             self.sums[largest] = max(self.sums.get(largest, 0.0), float(logged["sampler_gap"][here].max()))
 
     def merge(self, other: "TokenMeter") -> None:
         """Take in what another process has measured."""
+        self.values.merge(other.values)
         for turn, count in other.tokens.items():
             self.tokens[turn] = self.tokens.get(turn, 0.0) + count
         for key, value in other.sums.items():
@@ -171,4 +177,93 @@ class TokenMeter:
         for key, value in self.sums.items():
             turn = int(key.split("/turn_")[1].split("/")[0]) - 1
             result[key] = value if key.endswith(whole) else value / max(self.tokens[turn], 1.0)
-        return result
+        return result | self.values.metrics()
+
+
+class ValueMeter:
+    """Means of numbers that are one a sample, by turn, over the micro-batches of a step."""
+
+    def __init__(self, prefix: str):
+        self.prefix = prefix
+        self.sums: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
+
+    def add(self, turn: int, key: str, values: Tensor) -> None:
+        name = f"{self.prefix}/turn_{turn + 1}/{key}"
+        self._add(name, float(values.double().sum()), values.numel())
+
+    def merge(self, other: "ValueMeter") -> None:
+        for name, value in other.sums.items():
+            self._add(name, value, other.counts[name])
+
+    def _add(self, name: str, value: float, count: int) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+        self.counts[name] = self.counts.get(name, 0) + count
+
+    def metrics(self) -> Metrics:
+        return {name: value / self.counts[name] for name, value in self.sums.items() if self.counts[name]}
+
+
+def mean_metrics(each: Sequence[Metrics]) -> Metrics:
+    """Mean of each key over those that have it."""
+    keys = dict.fromkeys(key for metrics in each for key in metrics)
+    return {key: mean(metrics[key] for metrics in each if key in metrics) for key in keys}
+
+
+@dataclass
+class RolloutSample:
+    """One agent's answer as a `metrics_callback` gets it: the published fields.
+
+    old_logprob: the generator's sum over the tokens. In evaluation old_value and advantage are 0: no critic is asked.
+    """
+
+    agent_idx: int
+    prompt: str
+    completion: str
+    full_input_ids: Tensor
+    attention_mask: Tensor
+    prompt_len: int
+    response_len: int
+    old_logprob: float
+    old_value: float
+    reward: float
+    returns: float
+    advantage: float
+    normalized_advantage: float | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def rollout_samples(root: Node, samples: Mapping[int, Sequence[Sequence[Sample]]] | None = None) -> list[RolloutSample]:
+    """Every rewarded answer of a tree. `samples`: id of a node -> one list an agent, with what the critics said."""
+    found = []
+    for node in walk([root]):
+        for agent, completions in enumerate(node.completions):
+            learned = {s.number: s for s in (samples[id(node)][agent] if samples else [])}
+            rewards = credit.completion_credits(node.joint_actions, node.rewards, agent, len(completions))
+            returns = credit.completion_credits(node.joint_actions, node.returns, agent, len(completions))
+            for k, completion in enumerate(completions):
+                reward, value, sample = rewards[k], returns[k], learned.get(k)
+                if reward is None or value is None:
+                    continue
+                ids = torch.tensor([*node.prompt_ids[agent], *completion.token_ids])
+                metadata = {"turn_idx": node.turn, "generation_idx": k, "batch_item": node.row}
+                if sample is not None:
+                    metadata |= {"value_target": sample.credit, "environment_reward": reward}
+                found.append(
+                    RolloutSample(
+                        agent_idx=agent,
+                        prompt=prompt_text(node.prompts[agent]),
+                        completion=completion.text,
+                        full_input_ids=ids,
+                        attention_mask=torch.ones_like(ids),
+                        prompt_len=len(node.prompt_ids[agent]),
+                        response_len=len(completion.token_ids),
+                        old_logprob=sum(completion.logprobs),
+                        old_value=sample.value if sample else 0.0,
+                        reward=reward,
+                        returns=value,
+                        advantage=sample.raw_advantage if sample else 0.0,
+                        metadata=metadata,
+                    )
+                )
+    return found

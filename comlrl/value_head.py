@@ -67,7 +67,7 @@ class CausalLMWithValueHead(nn.Module):
         self.backbone = base_model
         self.value_head: ValueHead | None = None
         if attach_value_head:
-            size = base_model.get_output_embeddings().weight.shape[-1]  # type: ignore[union-attr]
+            size = base_model.get_output_embeddings().weight.shape[-1]
             self.value_head = ValueHead(int(size), value_head_hidden_dim)
             self.value_head.to(next(base_model.parameters()).device)
 
@@ -81,7 +81,7 @@ class CausalLMWithValueHead(nn.Module):
         The value head reads what the language-model head reads, so no other hidden state is kept.
         """
         read: list[Tensor] = []
-        hook = self.backbone.get_output_embeddings().register_forward_pre_hook(  # type: ignore[union-attr]
+        hook = self.backbone.get_output_embeddings().register_forward_pre_hook(
             lambda module, inputs: read.append(inputs[0])
         )
         try:

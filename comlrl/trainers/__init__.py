@@ -1,5 +1,13 @@
 """The trainers: one file a family."""
 
+from comlrl.trainers.actor_critic import (
+    ActorCriticConfig,
+    ActorCriticTrainerBase,
+    IACConfig,
+    IACTrainer,
+    MAACConfig,
+    MAACTrainer,
+)
 from comlrl.trainers.reinforce import (
     CentralizedMAGRPOConfig,
     CentralizedMAGRPOTrainer,
@@ -22,10 +30,22 @@ REINFORCE_ALGORITHMS: dict[str, tuple[type[MAGRPOConfig], type[MAGRPOTrainer]]] 
     "centralized_magrpo": (CentralizedMAGRPOConfig, CentralizedMAGRPOTrainer),
 }
 
+ACTOR_CRITIC_ALGORITHMS: dict[str, tuple[type[ActorCriticConfig], type[ActorCriticTrainerBase]]] = {
+    "iac": (IACConfig, IACTrainer),
+    "maac": (MAACConfig, MAACTrainer),
+}
+
 __all__ = [
+    "ACTOR_CRITIC_ALGORITHMS",
     "REINFORCE_ALGORITHMS",
+    "ActorCriticConfig",
+    "ActorCriticTrainerBase",
     "CentralizedMAGRPOConfig",
     "CentralizedMAGRPOTrainer",
+    "IACConfig",
+    "IACTrainer",
+    "MAACConfig",
+    "MAACTrainer",
     "MAGRPOConfig",
     "MAGRPOTrainer",
     "MAREINFORCEConfig",

@@ -41,6 +41,7 @@ class Checkpointing:
     """
 
     args: MAGRPOConfig
+    fixed_settings: tuple[str, ...] = ()  # that cannot change on resume, beside those of every family
     agents: list[Agent]
     members: list[Member]
     world: World

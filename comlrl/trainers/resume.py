@@ -168,7 +168,7 @@ def check(trainer: "Checkpointing", contents: Contents) -> list[str]:
     own = json.loads(json.dumps(to_dict(trainer.args)))
     if state["trainer_class"] != type(trainer).__name__:
         raise CheckpointError(f"the checkpoint is of {state['trainer_class']}, this is {type(trainer).__name__}")
-    for key in FIXED_SETTINGS:
+    for key in (*FIXED_SETTINGS, *trainer.fixed_settings):
         if saved[key] != own[key]:
             raise CheckpointError(f"{key} was {saved[key]!r} and is {own[key]!r}: it cannot change on resume")
     models = trainer.trained_models()
