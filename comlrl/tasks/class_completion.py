@@ -2,16 +2,17 @@
 
 A row has ``skeleton`` (a class whose unwritten methods have a docstring only), ``test`` (unittest classes), and
 ``class_name``. The unwritten methods go round the agents in order, so loads differ by at most one. An answer is
-``def`` blocks, alone or inside the class; its imports and helpers are kept. The merged class is made from syntax trees: a method
-comes from its owner only, a name that two agents define outside the class from the first of them.
+``def`` blocks, alone or inside the class; its imports and helpers are kept. The merged class is made from syntax
+trees: a method comes from its owner only, a name that two agents define outside the class from the first of them.
 
-Tests run against stand-ins of objects that live in the sandbox; they compare values on their own side. What a stand-in
-cannot do (change a list in place through an attribute, share files, patch functions) fails for every answer, so
-``verify: true`` drops rows of which the row's own ``solution_code`` does not pass.
+Tests run against stand-ins of objects that live in the sandbox; they compare values on their own side. What a
+stand-in cannot do (change a list in place through an attribute, share files, patch functions) fails for every answer,
+so ``verify: true`` drops rows of which the row's own ``solution_code`` does not pass.
 
 Parts: written (own methods that are there / all), tests (of those that fail for the bare skeleton, the share that
-passes), solved, overlap (methods that an agent wrote and does not own / all). ``sound`` (default): 0.1 written + 0.9
-tests - 0.1 overlap, not below 0, maximum 1. ``published``: 2 written + 4 tests - overlap, 0 if the merged class is no Python, maximum 6.
+passes), solved, overlap (methods that an agent wrote and does not own / all). ``sound`` (default): 0.1 written +
+0.9 tests - 0.1 overlap, not below 0, maximum 1. ``published``: 2 written + 4 tests - overlap, 0 if the merged class is
+no Python, maximum 6.
 """
 
 from __future__ import annotations
