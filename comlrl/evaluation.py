@@ -1,5 +1,6 @@
 """Evaluation of a team on a set of rows: greedy, and best of k samples."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,10 +60,33 @@ def evaluate_team(
         metrics |= {f"sampled/{key}": value for key, value in evaluation_metrics(sampled, num_agents).items()}
         best = [max(root.known_returns()) for root in sampled if root.known_returns()]
         metrics["sampled/best_of_k"] = mean(best) if best else float("nan")
+        metrics |= {f"sampled/{key}": value for key, value in pass_at_k(sampled).items()}
         records += completion_records(sampled, "eval_sampled", rollout)
     if eval_logger is not None and eval_aggregator is not None:
         metrics |= user_metrics(greedy, shape.num_turns, eval_logger, eval_aggregator)
     return Evaluation(metrics, records)
+
+
+def pass_at_k(roots: Sequence[Node]) -> Metrics:
+    """Chance that one of k sampled trajectories solves the row, for k = 1, 2, 4, ..., if a score has the part `solved`.
+
+    With c of n trajectories solved: 1 - C(n - c, k) / C(n, k), which is unbiased (Chen et al. 2021).
+    """
+    rows = [[parts["solved"] for parts in last_parts(root) if "solved" in parts] for root in roots]
+    rows = [solved for solved in rows if solved]
+    fewest = min(map(len, rows), default=0)
+    metrics = {}
+    for k in [2**i for i in range(fewest.bit_length())]:
+        missed = [math.comb(len(solved) - round(sum(solved)), k) / math.comb(len(solved), k) for solved in rows]
+        metrics[f"pass_at_{k}"] = 1 - mean(missed)
+    return metrics
+
+
+def last_parts(node: Node) -> list[dict[str, float]]:
+    """The named parts of each trajectory's last turn."""
+    children = node.children or [None] * len(node.parts)
+    pairs = zip(node.parts, children)
+    return [last for parts, child in pairs for last in ([parts] if child is None else last_parts(child))]
 
 
 def user_metrics(

@@ -4,9 +4,12 @@
 
 import importlib.util
 import json
+from dataclasses import dataclass
+from itertools import combinations
 
 import pytest
 
+from comlrl.evaluation import pass_at_k
 from comlrl.sandbox import isolation
 from comlrl.tasks import load_task
 from comlrl.tasks.code_text import fenced, helper_use, nesting, read_code
@@ -291,3 +294,20 @@ def test_no_isolation_is_one_clear_error(monkeypatch):
 def test_written_rows_have_different_names():
     names = [row["entry_point"] for row in written_rows()]
     assert len(set(names)) == len(names) == 12
+
+
+@dataclass
+class Tree:
+    parts: list
+    children: list
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_solution():
+    rows = [[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]]
+    trees = [Tree([{}] * 4, [Tree([{"solved": float(one)}], []) for one in row]) for row in rows]
+    metrics = pass_at_k(trees)
+    assert list(metrics) == ["pass_at_1", "pass_at_2", "pass_at_4"]
+    for k in (1, 2, 4):
+        subsets = [any(subset) for row in rows for subset in combinations(row, k)]
+        assert metrics[f"pass_at_{k}"] == pytest.approx(sum(subsets) / len(subsets))
+    assert pass_at_k([Tree([{"ratio": 1.0}], [])]) == {}

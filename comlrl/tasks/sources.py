@@ -9,11 +9,11 @@ from pathlib import Path
 
 from comlrl.tasks import Row
 
-SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".json.gz")
+SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 
 
 def load_rows(source: str, fields: Sequence[str], split: str = "train", key: str = "dataset") -> list[Row]:
-    """All rows of ``source``: a file (.json or .jsonl, perhaps .gz) or a hub id, of which ``split`` is read.
+    """All rows of ``source``: a file (.json or .jsonl, perhaps .gz, or .parquet) or a hub id, of which ``split`` is read.
 
     Raises a ValueError that names ``task_args.<key>`` if there is no such source, or if a row lacks one of ``fields``
     (an empty string or list counts as lacking).
@@ -34,7 +34,11 @@ def load_rows(source: str, fields: Sequence[str], split: str = "train", key: str
 
 
 def read_file(path: Path) -> list[Row]:
-    """A JSON list, or one JSON object a line, whatever the file is called."""
+    """A JSON list, or one JSON object a line, whatever the file is called; or a .parquet file."""
+    if path.suffix == ".parquet":
+        from pyarrow import parquet  # comes with datasets
+
+        return parquet.read_table(path).to_pylist()
     data = path.read_bytes()
     text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     try:
