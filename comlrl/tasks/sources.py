@@ -13,7 +13,7 @@ SUFFIXES = (".json", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 
 
 def load_rows(source: str, fields: Sequence[str], split: str = "train", key: str = "dataset") -> list[Row]:
-    """All rows of ``source``: a file (.json or .jsonl, perhaps .gz, or .parquet) or a hub id, of which ``split`` is read.
+    """All rows of ``source``: a file (.json, .jsonl, perhaps .gz, or .parquet) or a hub id, then its ``split``.
 
     Raises a ValueError that names ``task_args.<key>`` if there is no such source, or if a row lacks one of ``fields``
     (an empty string or list counts as lacking).
