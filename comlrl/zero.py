@@ -163,6 +163,8 @@ class ZeroEngine(Engine):
         return float(self.engine.optimizer.scaled_global_norm())
 
     def step(self, grad_norm: float) -> None:
+        if not self.pending:  # every sample was left out as exactly zero: a step of gradient zero
+            self.backward(self.run(whole_sum) * 0)
         self.engine.step()
         self.scheduler.step()
         self.pending = False
