@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+import train_ac
 import train_magrpo
 from comlrl.config import load_object
 from comlrl.evaluate import main as evaluate
+from comlrl.trainers import ACTOR_CRITIC_ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -59,7 +62,9 @@ def test_smoke_learns_on_other_seeds(tmp_path, seed):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_passes_a_dry_run(config, capsys):
     """With the tiny model, since the dry run of another one would have to convert it first."""
-    train_magrpo.main(["--config", str(config), "model=tiny", "--dry-run"])
+    algorithm = OmegaConf.load(config).algorithm
+    script = train_ac if algorithm in ACTOR_CRITIC_ALGORITHMS else train_magrpo
+    script.main(["--config", str(config), "model=tiny", "--dry-run"])
     plan = capsys.readouterr().out
     for word in ("agent_0: tiny", "devices", "nodes a tree", "optimizer steps"):
         assert word in plan

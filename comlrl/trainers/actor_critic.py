@@ -33,6 +33,7 @@ from comlrl.critics import (
 )
 from comlrl.engine import Engine
 from comlrl.loading import Member, load_team
+from comlrl.planning import model_size
 from comlrl.rollouts import Node, walk
 from comlrl.signals import StopSignal
 from comlrl.summaries import Metrics, RolloutSample, ValueMeter, mean, mean_metrics, rollout_samples
@@ -214,6 +215,14 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
             for i, (critic, member, shapes) in enumerate(zip(self.critics, self.critic_members, self.critic_shapes))
         ]
         return super().trained_models() + critics
+
+    def plan(self) -> str:
+        lines = [super().plan(), "critics"]
+        for member in self.critic_members:
+            parameters, _ = model_size(member)
+            name = member.source if isinstance(member.source, str) else type(member.source).__name__
+            lines.append(f"  {member.name}: {name}, {parameters / 1e6:.1f} M parameters, {member.device}")
+        return "\n".join(lines if self.separate else [*lines, "  a value head on each agent's own model"])
 
     # ---- values, targets and advantages of a buffer -----------------------------------------------------------------
 
