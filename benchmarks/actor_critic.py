@@ -1,5 +1,6 @@
 """MAAC, IAC and MAGRPO on the same number of environment steps: the two studies of docs/actor_critic.md.
 
+    export PYTHONPATH=.
     python benchmarks/actor_critic.py relay                   # fifteen runs of about a minute, a table, a picture
     python benchmarks/actor_critic.py str_build --seeds 0 1
 

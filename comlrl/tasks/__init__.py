@@ -25,7 +25,6 @@ TASKS = {
     "length_ratio": "comlrl.tasks.length_ratio:length_ratio",
     "pairing": "comlrl.tasks.matrix_game:pairing",
     "two_turn": "comlrl.tasks.matrix_game:two_turn",
-    "relay": "comlrl.tasks.relay:relay",
     "str_build": "comlrl.tasks.building:str_build",
     "house_build": "comlrl.tasks.building:house_build",
     "tool_use": "comlrl.tasks.tool_use:tool_use",

@@ -92,5 +92,5 @@ def row_of_turn(row: Row, prompt: Prompt) -> Row:
     """The row, in the second turn with both first answers, as agent 0's prompt tells them."""
     if prompt == row["prompt"]:
         return row
-    told = prompt[len(row["prompt"]) : -1]
+    told = str(prompt)[len(row["prompt"]) : -1]
     return row | {"first": [SYMBOLS.index(symbol) for symbol in told]}
