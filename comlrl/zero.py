@@ -6,8 +6,8 @@ autocast's, inside the forward), the optimizer is the same AdamW, so the numbers
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,25 @@ class Topology:
         return 0
 
 
+@contextmanager
+def confined(group: Group) -> Iterator[None]:
+    """Inside, DeepSpeed's barriers are the group's: it takes them over all processes, of which some lack this model."""
+    from deepspeed import comm
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    if group.process_group is None:
+        yield
+        return
+    # A check, over all processes too, that they call modules in the same order: each group has modules of its own.
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda numbers: None
+    barrier = comm.barrier
+    comm.barrier = lambda *args, **kwargs: dist.barrier(group=group.process_group)
+    try:
+        yield
+    finally:
+        comm.barrier = barrier
+
+
 class ZeroEngine(Engine):
     """`Engine` over DeepSpeed. Its processes have to make each call together."""
 
@@ -128,9 +147,10 @@ class ZeroEngine(Engine):
             full["gradient_clipping"] = settings.max_grad_norm
         self.idle = False  # DeepSpeed has its own offload
         self.device = next(model.parameters()).device
-        self.engine, *_ = deepspeed.initialize(
-            model=Call(model), optimizer=self.optimizer, config=full, mpu=Topology(group), dist_init_required=False
-        )
+        with confined(group):
+            self.engine, *_ = deepspeed.initialize(
+                model=Call(model), optimizer=self.optimizer, config=full, mpu=Topology(group), dist_init_required=False
+            )
         self.pending = False  # whether a gradient has been accumulated
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +233,7 @@ class ZeroEngine(Engine):
             for name, parameter in self.model.named_parameters():
                 value = tensors[name].to(self.engine.device)
                 # The weights that the forward reads, and the ones that the optimizer steps.
-                with GatheredParameters([parameter], modifier_rank=self.group.ranks[0], enabled=self.stage == 3):
+                with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
                     if self.stage < 3 or self.group.leader:
                         parameter.data.copy_(value)
                 if parameter.requires_grad:
@@ -282,12 +302,13 @@ class ZeroFrozen(Frozen):
         self.group = group
         self.device = device
         self.idle = False
-        self.engine, *_ = deepspeed.initialize(
-            model=Call(model),
-            config={**config, "zero_optimization": zero},
-            mpu=Topology(group),
-            dist_init_required=False,
-        )
+        with confined(group):
+            self.engine, *_ = deepspeed.initialize(
+                model=Call(model),
+                config={**config, "zero_optimization": zero},
+                mpu=Topology(group),
+                dist_init_required=False,
+            )
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.engine(function, *args, **kwargs)
@@ -307,6 +328,6 @@ class ZeroFrozen(Frozen):
 
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                with GatheredParameters([parameter], modifier_rank=self.group.ranks[0]):
+                with GatheredParameters([parameter], modifier_rank=0):
                     if self.group.leader:
                         parameter.data.copy_(tensors[name])
