@@ -2,7 +2,8 @@
 
     accelerate launch train_ac.py --config configs/relay_maac.yaml
     accelerate launch train_ac.py --config configs/relay_maac.yaml algorithm=iac args.gae_lambda=1
-    accelerate launch train_ac.py --config configs/relay_maac.yaml algorithm=iac args.use_separate_critic=false
+    accelerate launch train_ac.py --config configs/relay_maac.yaml algorithm=iac args.use_separate_critic=false \\
+        args.critic_learning_rate=null
     python train_ac.py --config configs/relay_maac.yaml --dry-run
 
 To make an experiment of your own, copy this file and change one thing: the task, the reward, or a method of the trainer

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comlrl import losses
+from comlrl import credit, losses
 from comlrl.agents import Agent, Prompt, completion_logprobs
 from comlrl.batches import Loaded, MicroBatch, share
 from comlrl.generation import right_pad
 from comlrl.loading import Member, check_team, load_team
 from comlrl.rollouts import Node
+from comlrl.summaries import Metrics, mean
 from comlrl.value_head import ActorCriticOutput, CausalLMWithValueHead
 
 
@@ -230,3 +231,31 @@ class RunningStatistics:
 
     def restore(self, output: float) -> float:
         return output * self.deviation + self.mean
+
+
+def value_metrics(
+    prefix: str,
+    items: Sequence[Sequence[ValueItem]],
+    values: Sequence[Sequence[float]],
+    returns: Sequence[Sequence[Sequence[float]]],
+) -> Metrics:
+    """How good a critic was before it learned from a buffer, by turn.
+
+    Of each node's items: the values, and the lambda-returns that each was to predict, both in units of the reward.
+    """
+    metrics: Metrics = {}
+    flat = [
+        (item, value, targets)
+        for group, said, wanted in zip(items, values, returns, strict=True)
+        for item, value, targets in zip(group, said, wanted, strict=True)
+    ]
+    for turn in sorted({item.turn for item, _, _ in flat}):
+        here = [entry for entry in flat if entry[0].turn == turn]
+        pairs = [(value, target) for _, value, targets in here for target in targets]
+        metrics[f"{prefix}/turn_{turn + 1}/history_cut_share"] = mean(item.cut for item, _, _ in here)
+        if pairs:
+            said, wanted = [value for value, _ in pairs], [target for _, target in pairs]
+            metrics[f"{prefix}/turn_{turn + 1}/explained_variance"] = credit.explained_variance(said, wanted)
+            metrics[f"{prefix}/turn_{turn + 1}/value_mean"] = mean(said)
+            metrics[f"{prefix}/turn_{turn + 1}/value_target_mean"] = mean(wanted)
+    return metrics

@@ -421,6 +421,11 @@ def test_the_metrics_callback_gets_the_samples_of_a_row():
     assert sample.full_input_ids.tolist()[: sample.prompt_len] == trainer.agents[0].encode(sample.prompt)
     assert sample.advantage == pytest.approx(sample.metadata["value_target"] - sample.old_value)
     assert {s.metadata["turn_idx"] for s in seen[0]} == {0, 1}
+    seen.clear()
+    trainer.eval_rows = trainer.rows
+    metrics = trainer.evaluate()
+    assert metrics["eval/answers"] == 2 * 2  # agents; one greedy answer a turn
+    assert len(seen) == 4
 
 
 def test_nan_values_are_loud_and_change_nothing():
@@ -439,7 +444,10 @@ SHORT = ["task_args.copies=2", "args.rows_per_rollout=4", "args.rollout_buffer_s
          "args.eval_interval=1", "args.eval_generations=1"]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", [[], ["algorithm=iac"], ["algorithm=iac", "args.use_separate_critic=false"]])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["algorithm=iac"], ["algorithm=iac", "args.use_separate_critic=false", "args.critic_learning_rate=null"]],
+)
 def test_the_script_trains_saves_and_its_run_can_be_evaluated(words, capsys):
     config = ROOT / "configs/relay_maac.yaml"
     train_ac.main(["--config", str(config), *SHORT, *words])

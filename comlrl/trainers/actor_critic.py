@@ -30,13 +30,14 @@ from comlrl.critics import (
     load_critics,
     policy_and_values,
     value_item,
+    value_metrics,
 )
 from comlrl.engine import Engine
 from comlrl.loading import Member, load_team
 from comlrl.planning import model_size
 from comlrl.rollouts import Node, walk
 from comlrl.signals import StopSignal
-from comlrl.summaries import Metrics, RolloutSample, ValueMeter, mean, mean_metrics, rollout_samples
+from comlrl.summaries import Metrics, RolloutSample, ValueMeter, mean_metrics, rollout_samples
 from comlrl.trained import TrainedModel
 from comlrl.trainers.actor_critic_config import ActorCriticConfig, IACConfig, MAACConfig
 from comlrl.trainers.reinforce import MAGRPOTrainer
@@ -246,14 +247,15 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
             known = [value for each in returns for value in each if value is not None]
             scale = before.add(known) if self.args.value_normalization else before
             statistics.append(scale)
+            wanted = [self.item_returns(critic, node, each) for node, each in zip(nodes, returns)]
             for n, node in enumerate(nodes):
-                for item, targets in zip(groups[n], self.item_returns(critic, node, returns[n]), strict=True):
+                for item, targets in zip(groups[n], wanted[n], strict=True):
                     item.targets = [scale.normalize(value) for value in targets]
                 for agent in self.readers(critic):
                     self.set_baselines(agent, node, samples[agent][n], values[n], returns[n])
                     if not self.separate:
                         self.set_head_targets(samples[agent][n], groups[n], scale)
-            metrics |= self.value_metrics(critic, nodes, groups, values, returns)
+            metrics |= value_metrics(self.critic_prefix(critic), groups, values, wanted)
         self.staged = (items, statistics, metrics)
 
     def items(self, critic: int, node: Node) -> list[ValueItem]:
@@ -489,33 +491,6 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
 
     # ---- records ----------------------------------------------------------------------------------------------------
 
-    def value_metrics(
-        self,
-        critic: int,
-        nodes: list[Node],
-        items: list[list[ValueItem]],
-        values: list[list[float]],
-        returns: list[list[float | None]],
-    ) -> Metrics:
-        """How good a critic was before it learned from this buffer, by turn."""
-        metrics: Metrics = {}
-        for turn in sorted({node.turn for node in nodes}):
-            here = [n for n, node in enumerate(nodes) if node.turn == turn]
-            pairs = [
-                (value, target)
-                for n in here
-                for value, targets in zip(values[n], self.item_returns(critic, nodes[n], returns[n]))
-                for target in targets
-            ]
-            prefix = f"{self.critic_prefix(critic)}/turn_{turn + 1}"
-            metrics[f"{prefix}/history_cut_share"] = mean(item.cut for n in here for item in items[n])
-            if pairs:
-                said, targets = [value for value, _ in pairs], [target for _, target in pairs]
-                metrics[f"{prefix}/explained_variance"] = credit.explained_variance(said, targets)
-                metrics[f"{prefix}/value_mean"] = mean(said)
-                metrics[f"{prefix}/value_target_mean"] = mean(targets)
-        return metrics
-
     def advantage_metrics(self, index: int, groups: list[list[Sample]]) -> Metrics:
         """Mean and deviation before normalisation: after it they say nothing."""
         metrics = super().advantage_metrics(index, groups)
@@ -533,6 +508,10 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
         nodes = list(walk(roots))
         groups = {id(node): [samples[n] for samples in self.prepared] for n, node in enumerate(nodes)}
         self.pending |= mean_metrics([self.metrics_callback(rollout_samples(root, groups)) for root in roots])
+
+    def row_metrics(self) -> Callable[[Node], Metrics] | None:
+        callback = self.metrics_callback
+        return None if callback is None else lambda root: callback(rollout_samples(root))
 
     def callbacks(self) -> dict[str, Any]:
         return {**super().callbacks(), "metrics_callback": self.metrics_callback}

@@ -211,6 +211,10 @@ class TeamTrainer(Checkpointing):
     def load_agents(self) -> list[Agent]:
         return load_team(self.members)
 
+    def row_metrics(self) -> Callable[[Node], Metrics] | None:
+        """The user's numbers of one evaluated row, for families whose published callback has them."""
+        return None
+
     def load_other_models(self) -> None:
         """Called last."""
 
@@ -265,6 +269,7 @@ class TeamTrainer(Checkpointing):
             rollout=self.rollout,
             eval_logger=self.eval_logger,
             eval_aggregator=self.eval_aggregator,
+            row_metrics=self.row_metrics(),
         )
         metrics = {f"eval/{key}": value for key, value in evaluation.metrics.items()}
         metrics["time/evaluate"] = time.perf_counter() - started
