@@ -157,6 +157,9 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
     def model_counts(self) -> dict[str, int]:
         return {**super().model_counts(), **({"critics": self.num_critics()} if self.separate else {})}
 
+    def device_settings(self) -> dict[str, str | list[str] | None]:
+        return {**super().device_settings(), "critic_devices": self.args.critic_devices}
+
     def check_other_models(self) -> None:
         model, critics = self.critic_sources
         if not self.separate:

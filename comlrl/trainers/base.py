@@ -82,8 +82,9 @@ class TeamTrainer(Checkpointing):
         # Everything that can be refused is refused before a model is loaded.
         self.args = self.resolve_args(args or self.config_class(), agents, num_agents, external_transition)
         args = self.args
-        named = {"agent_devices": args.agent_devices, "reference_devices": args.reference_devices}
-        check_parallel_training(args.parallel_training, named, args.deepspeed_config is not None or by_deepspeed())
+        check_parallel_training(
+            args.parallel_training, self.device_settings(), args.deepspeed_config is not None or by_deepspeed()
+        )
         check_placement(args.placement, self.model_counts(), process_count())
         if args.deepspeed_config is not None:
             read_config(args.deepspeed_config)
@@ -204,6 +205,9 @@ class TeamTrainer(Checkpointing):
         return {"agents": count, **({"references": count} if self.args.reference_kl_enabled else {})}
 
     # What a family with more models (critics) overrides.
+
+    def device_settings(self) -> dict[str, str | list[str] | None]:
+        return {"agent_devices": self.args.agent_devices, "reference_devices": self.args.reference_devices}
 
     def check_other_models(self) -> None:
         """Refuse other models than the agents that cannot work; loads nothing."""
