@@ -344,4 +344,4 @@ def test_a_plan_that_contradicts_itself_is_refused(tmp_path, settings, message):
     text, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     assert message in text
-    assert "Traceback" not in text.split("train_magrpo.py FAILED")[0].split("torch.distributed.elastic")[0]
+    assert 'train_magrpo.py", line' not in text  # one line; the launcher adds its own summary
