@@ -30,7 +30,8 @@ def torchrun(processes: int, port: int = 0, machines: int = 1, machine: int = 0)
 
 
 def command_line(out: Path, settings: list[str]) -> list[str]:
-    return ["train_magrpo.py", *SETTINGS, f"args.output_dir={out}", *settings]
+    script = "train_ac.py" if "algorithm=maac" in settings or "algorithm=iac" in settings else "train_magrpo.py"
+    return [script, *SETTINGS, f"args.output_dir={out}", *settings]
 
 
 def start(launcher: list[str], out: Path, settings: list[str], **environment: str) -> subprocess.Popen:

@@ -34,6 +34,12 @@ TASKS = {
     ],
     "uneven": ["task=two_turn", "args.rollout_buffer_size=1", "args.micro_batch_tokens=60", "args.mask_truncated=true"],
 }
+ACTOR_CRITIC = ["task=two_turn", "args.num_generations=2", "args.critic_learning_rate=1e-3"]
+TASKS |= {
+    "maac": ["algorithm=maac", *ACTOR_CRITIC],
+    "iac": ["algorithm=iac", *ACTOR_CRITIC],
+    "shared": ["algorithm=iac", "args.use_separate_critic=false", *ACTOR_CRITIC[:2]],
+}
 MODES = {
     "two processes": (2, []),
     "groups": (2, [GROUPS]),
@@ -111,6 +117,24 @@ def test_same_result_of_other_trees(alone, task, mode, tmp_path):
     processes, settings = MODES[mode]
     agents = 1 if task == "centralised" else 2
     assert_same(alone(task), train(processes, tmp_path, *TASKS[task], *settings), agents)
+
+
+CRITICS_APART = "args.placement={agents: [[0], [1]], critics: [[1]]}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("task", "processes", "settings"),
+    [
+        ("maac", 2, ["args.deepspeed_config=ds_configs/zero2.json"]),
+        ("maac", 2, ["args.deepspeed_config=ds_configs/zero3.json"]),
+        ("maac", 2, [CRITICS_APART]),
+        ("iac", 2, []),
+        ("shared", 2, ["args.deepspeed_config=ds_configs/zero2.json"]),
+    ],
+)
+def test_critics_are_the_same_in_several_processes(alone, task, processes, settings, tmp_path):
+    assert_same(alone(task), train(processes, tmp_path, *TASKS[task], *settings), agents=2)
 
 
 @pytest.mark.full
