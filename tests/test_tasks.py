@@ -13,7 +13,7 @@ from comlrl.tasks.__main__ import main
 from comlrl.tasks.length_ratio import length_ratio
 from comlrl.tasks.matrix_game import SYMBOLS, pairing, read_symbol, score_pairing, two_turn
 
-PAIRS = ["tldr", "arxiv", "travel"]  # tasks of exactly two roles
+PAIRS = ["tldr", "arxiv", "travel", "programming"]  # tasks of at most two roles
 
 
 def text(length: int) -> str:

@@ -114,6 +114,10 @@ class Sandbox:
         self._free: queue.Queue[_Slot] = queue.Queue()
         self._starter: ThreadPoolExecutor | None = None
 
+    def __reduce__(self) -> tuple:
+        """Sent to another process (where a reward with a time limit runs), it starts interpreters of its own there."""
+        return _again, (self.workers, self.limits, self.method)
+
     def check(
         self,
         modules: Sequence[Module],
@@ -198,6 +202,10 @@ class Sandbox:
             if self._owner == 0:
                 atexit.register(self.close)
             self._owner = os.getpid()
+
+
+def _again(workers: int, limits: Limits, method: str) -> Sandbox:
+    return Sandbox(workers, limits, method, allow_unisolated=method not in isolation.METHODS)
 
 
 class _Slot:

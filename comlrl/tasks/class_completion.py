@@ -206,6 +206,9 @@ class Judge:
         self.sandbox = sandbox
         self.report = lru_cache(maxsize=1024)(self._report)
 
+    def __reduce__(self) -> tuple:
+        return Judge, (self.sandbox,)  # a copy in another process remembers no reports
+
     def _report(self, source: str, class_name: str, test: str) -> Report:
         return self.sandbox.unittest([Module(source)], class_name, test)
 

@@ -65,7 +65,7 @@ def programming(
     evaluation; ``train_rows`` and ``eval_rows`` cut both parts. ``shown_tests``: failed asserts that feedback shows.
     """
     if num_agents not in (1, 2):
-        raise ValueError(f"num_agents={num_agents}: programming has one agent (main) or two (helper, main)")
+        raise ValueError(f"num_agents={num_agents}: programming has 1 agent (main) or 2 agents (helper, main)")
     for key, value, known in (
         ("profile", profile, tuple(CONSTANTS)),
         ("style", style, ("chat", "plain")),
@@ -177,6 +177,9 @@ class Judge:
     def __init__(self, sandbox: Sandbox):
         self.sandbox = sandbox
         self.report = lru_cache(maxsize=1024)(self._report)
+
+    def __reduce__(self) -> tuple:
+        return Judge, (self.sandbox,)  # a copy in another process remembers no reports
 
     def _report(
         self, prompt: str, solution: str, test: str, entry: str, sources: tuple[str, ...], withhold: bool
