@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 from processes import (
     distance,
     finish,
@@ -18,9 +19,10 @@ from processes import (
     train,
     weights,
 )
+from transformers import AutoModelForCausalLM
 
 from comlrl import checkpoint
-from comlrl.agents import load_model
+from comlrl.agents import load_model, load_tokenizer
 
 GROUPS = "args.placement={agents: [[0], [1]]}"
 GROUPS_OF_TWO = "args.placement={agents: [[0, 1], [2, 3]]}"
@@ -369,3 +371,20 @@ def test_a_plan_that_contradicts_itself_is_refused(tmp_path, settings, message):
     assert process.returncode != 0
     assert message in text
     assert 'train_magrpo.py", line' not in text  # one line; the launcher adds its own summary
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["zero 2", "zero 3", "groups of two, zero 3"])
+def test_agents_of_different_widths_have_engines_of_their_own(mode, tmp_path):
+    wide = load_model("tiny").config
+    wide.hidden_size, wide.intermediate_size = 96, 128
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "wide")
+    load_tokenizer("tiny").save_pretrained(tmp_path / "wide")
+    settings = [*TASKS["two turns"], f"models=[tiny, {tmp_path / 'wide'}]"]
+    processes, more = MODES[mode]
+    alone, divided = train(1, tmp_path / "alone", *settings), train(processes, tmp_path / "divided", *settings, *more)
+    assert sampled(alone) == sampled(divided)
+    pristine = [dict(load_model(source).named_parameters()) for source in ("tiny", str(tmp_path / "wide"))]
+    begun = {(agent, name): pristine[int(agent[-1])][name].detach() for agent, name in weights(alone)}
+    assert distance(weights(alone), weights(divided)) < 0.01 * moved(alone, begun)
