@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 LOSS_AGGREGATIONS = ("sequence_sum", "token_mean", "constant")
+PREFERENCE_LOSSES = ("sigmoid", "ipo", "hinge")
 
 
 def policy_loss(
@@ -73,3 +74,27 @@ def value_loss(outputs: Tensor, targets: Tensor, old_outputs: Tensor, clip_range
     near = old_outputs + (outputs - old_outputs).clamp(-clip_range, clip_range)
     clipped = (near - targets) ** 2
     return torch.where(clipped > loss, clipped, loss)
+
+
+def preference_loss(log_ratios: Tensor, kind: str, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """Loss of each preference pair, [P] -> [P].
+
+    `log_ratios`: of the whole team, log pi / reference of the chosen joint answer minus that of the rejected one (sums
+    over agents and tokens). With m = beta * log_ratio:
+    sigmoid (DPO, Rafailov et al. 2023): -log sigmoid(m); with label smoothing e (cDPO) the label is wrong with
+    probability e: -(1 - e) log sigmoid(m) - e log sigmoid(-m).
+    ipo (Azar et al. 2023): (log_ratio - 1 / (2 beta))^2. hinge (SLiC, Zhao et al. 2023): max(0, 1 - m).
+    """
+    scaled = beta * log_ratios
+    if kind == "ipo":
+        return (log_ratios - 1 / (2 * beta)) ** 2
+    if kind == "hinge":
+        return torch.relu(1 - scaled)
+    assert kind == "sigmoid", kind
+    right, wrong = torch.nn.functional.logsigmoid(scaled), torch.nn.functional.logsigmoid(-scaled)
+    return -(1 - label_smoothing) * right - label_smoothing * wrong
+
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """-log sigmoid(chosen - rejected) of each pair's scores, [P], [P] -> [P]."""
+    return -torch.nn.functional.logsigmoid(chosen - rejected)

@@ -122,7 +122,7 @@ class Checkpointing:
                 raise ValueError(f"{key}={value!r}: must be a whole number of at least 1, or None")
         self.args = replace(self.args, **{key: value for key, value in changes.items() if value is not None})
         args = self.args
-        if self.rows.sized and not len(self.rows):
+        if self.needs_rows and self.rows.sized and not len(self.rows):
             raise ValueError("train_dataset is empty or missing: give at least one row")
         self.checkpoint_dir = Path(folder) if folder is not None else None
         if resume_from is not None:
@@ -136,7 +136,7 @@ class Checkpointing:
         if self.resumed is not None and self.finished and not self.evaluation_due:
             run.note(f"nothing is left to do: num_train_epochs={args.num_train_epochs}, max_steps={args.max_steps}")
         self.save_schedule = checkpoint.Schedule(
-            args.checkpoint_steps, args.checkpoint_minutes, args.checkpoint_interval, (self.step, self.epoch)
+            args.checkpoint_steps, args.checkpoint_minutes, args.checkpoint_interval, (self.clock, self.epoch)
         )
         if self.checkpoint_dir is not None:
             self.announce_size(self.checkpoint_dir, run)
@@ -214,7 +214,7 @@ class Checkpointing:
         if self.best_is_new:
             self.best_is_new = False
             self.write(self.checkpoint_dir / "checkpoint-best", None)
-        due = self.world.from_main(self.save_schedule.due(self.step, self.epoch))  # clocks differ
+        due = self.world.from_main(self.save_schedule.due(self.clock, self.epoch))  # clocks differ
         if due or (self.finished and self.saved_at != self.progress):
             self.save_numbered()
 
@@ -267,6 +267,15 @@ class Checkpointing:
     def progress(self) -> tuple[int, ...]:
         """Differs if there is anything to lose since then."""
         return self.step, self.rollout, self.epoch, len(self.chunks)
+
+    @property
+    def clock(self) -> int:
+        """What `checkpoint_steps` counts."""
+        return self.step
+
+    @property
+    def needs_rows(self) -> bool:
+        return True
 
     def counters(self) -> dict[str, Any]:
         """Where the run is, as JSON; the twin of `set_counters`."""

@@ -94,15 +94,20 @@ class MAGRPOTrainer(TeamTrainer):
                 self.evaluate_now(stop)
             elif self.finished:
                 return
-            elif self.chunks:
-                self.take_step(stop)
-            elif self.epoch_ended or self.buffered_nodes() >= self.args.rollout_buffer_size:
-                self.prepare(stop)
             else:
-                self.collect(sampling, stop)
-            if self.epoch_ended and not self.buffer:
-                self.epoch, self.position, self.epoch_ended = self.epoch + 1, 0, False
-                self.plan_evaluation()
+                self.next_piece(sampling, stop)
+
+    def next_piece(self, sampling: Sampling, stop: StopSignal) -> None:
+        """The next piece of work; a family with other phases overrides it."""
+        if self.chunks:
+            self.take_step(stop)
+        elif self.epoch_ended or self.buffered_nodes() >= self.args.rollout_buffer_size:
+            self.prepare(stop)
+        else:
+            self.collect(sampling, stop)
+        if self.epoch_ended and not self.buffer:
+            self.epoch, self.position, self.epoch_ended = self.epoch + 1, 0, False
+            self.plan_evaluation()
 
     @property
     def finished(self) -> bool:
