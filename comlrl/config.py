@@ -175,7 +175,7 @@ def _wrong_type(value: Any, expected: Any, path: str) -> ValueError:
     hint = ""
     if expected is str and isinstance(value, (bool, int, float)):
         hint = "; put it in quotes"
-    shown = _plain(value, secret=any(is_secret(part) for part in path.split(".")))
+    shown = without_secrets(value, secret=any(is_secret(part) for part in path.split(".")))
     return ValueError(f"{path}={shown!r}: expected {_type_name(expected)}, got {_type_name(type(value))}{hint}")
 
 
@@ -364,7 +364,7 @@ def _default_text(default: Any) -> str:
         return "(required)"
     if isinstance(default, str):
         return default or "''"
-    return yaml.safe_dump(_plain(default), default_flow_style=True, width=1000).partition("\n")[0]
+    return yaml.safe_dump(without_secrets(default), default_flow_style=True, width=1000).partition("\n")[0]
 
 
 # --- back to plain values, without secrets ---
@@ -388,25 +388,31 @@ def is_secret(key: Any) -> bool:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A config as a dict of plain values, for logs and files; a secret is replaced by ``***``."""
-    return _plain({field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    return without_secrets({field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
 
-def _plain(value: Any, secret: bool = False) -> Any:
+def without_secrets(value: Any, secret: bool = False) -> Any:
+    """Plain values; what stands under a secret's key, and a password in an address, is replaced by ``***``."""
     if value is None or isinstance(value, bool):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_dict(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item, secret or is_secret(key)) for key, item in value.items()}
+        return {key: without_secrets(item, secret or is_secret(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
-        return [_plain(item, secret) for item in value]
+        return [without_secrets(item, secret) for item in value]
     if secret:
         return "***"
     if isinstance(value, str):
-        return re.sub(r"://[^/@\s]+@", "://***@", value)  # user:password@ in an address
+        return without_password(value)
     if isinstance(value, (types.FunctionType, types.MethodType, type)):
         return f"{value.__module__}:{value.__qualname__}"
     return value if isinstance(value, (int, float)) else str(value)
+
+
+def without_password(text: str) -> str:
+    """An address without user:password@."""
+    return re.sub(r"://[^/@\s]+@", "://***@", text)
 
 
 def save_yaml(config: Any, path: str | Path) -> None:

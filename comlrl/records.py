@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from comlrl.config import is_secret
+from comlrl.config import is_secret, without_password
 from comlrl.version import __version__
 
 MASK = "***"
@@ -204,16 +204,20 @@ def cpu_name() -> str:
 
 
 def masked_command(arguments: list[str]) -> list[str]:
-    """A command line without secrets, given as `--name value`, `--name=value` or `name=value`."""
+    """A command line without secrets, given as `--name value`, `--name=value` or `name=value`.
+
+    Of a mapping or list as value nothing is shown: a secret may stand anywhere in it.
+    """
     masked = []
     previous = ""
     for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        if equals and is_secret(last_part(name)):
+        name, equals, value = argument.partition("=")
+        named = [part for part in name.lstrip("-").split(".") if is_secret(part)]
+        if equals and (named or value.lstrip().startswith(("{", "["))):
             argument = f"{name}={MASK}"
         elif previous.startswith("--") and "=" not in previous and is_secret(last_part(previous)):
             argument = MASK
-        masked.append(argument)
+        masked.append(without_password(argument))
         previous = argument
     return masked
 

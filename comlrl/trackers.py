@@ -9,8 +9,8 @@ import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
 
-from comlrl.config import is_secret
-from comlrl.records import MASK, plain
+from comlrl.config import without_secrets
+from comlrl.records import plain
 
 WANDB_KEYS = (
     *("project", "entity", "name", "run_name", "dir", "tags", "id", "resume", "mode"),
@@ -116,15 +116,6 @@ def wandb_config(config: dict[str, Any], settings: Mapping[str, Any]) -> dict[st
     return {**config, **sections, **promoted}
 
 
-def without_secrets(value: Any) -> Any:
-    """Plain data with the values of secret keys replaced by `***`."""
-    if isinstance(value, Mapping):
-        return {key: MASK if is_secret(str(key)) else without_secrets(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [without_secrets(item) for item in value]
-    return value
-
-
 def open_wandb(
     settings: Mapping[str, Any],
     config: dict[str, Any],
@@ -157,7 +148,8 @@ def open_wandb(
         "config": wandb_config(config, settings),
         # A run that is already open, of another trainer for instance, is left alone.
         "reinit": "create_new" if wandb.run is not None else None,
-        "settings": wandb.Settings(silent=True) if silent else None,
+        # Without its own record of the machine and the command line, which may hold a secret.
+        "settings": wandb.Settings(silent=silent, x_disable_meta=True),
     }
     mode = settings.get("mode")
     known = wandb.setup().settings

@@ -428,7 +428,8 @@ def test_secrets_are_nowhere_and_may_change(tmp_path):
         )
         sections = {"judge": {"api_key": f"sk-{key}", "headers": {"x": key}}}
         wandb = {"project": "p", "mode": "offline", "dir": str(tmp_path / "wandb"), "config_sections": sections}
-        config = {"judge_api_key": "***", "task": "t"}
+        sections["judge"]["url"] = f"https://me:{key}@example.org"
+        config = {"judge_api_key": f"sk-{key}", "task": "t"}
         options = {"wandb_config": wandb if key == "FIRSTSECRET" else None, "run_config": config}
         return build(SecretTrainer, args=args, options=options)
 

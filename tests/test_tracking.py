@@ -523,6 +523,9 @@ def test_command_line_is_masked():
         "p",
         "--max_new_tokens",
         "8",
+        "task_args={api_key: sk-1}",
+        "task_args.judge_headers.x=sk-2",
+        "url=https://me:pw@host/v1",
     ]
     assert masked_command(arguments) == [
         *(
@@ -533,6 +536,9 @@ def test_command_line_is_masked():
             "***",
             "--max_new_tokens",
             "8",
+            "task_args=***",
+            "task_args.judge_headers.x=***",
+            "url=https://***@host/v1",
         )
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 from comlrl import credit
 from comlrl.agents import Agent
 from comlrl.checkpoint import model_tensors, tensor_shapes, tensors_hash
-from comlrl.config import escape, to_dict
+from comlrl.config import escape, to_dict, without_secrets
 from comlrl.data import RowSource
 from comlrl.engine import Engine, Frozen, OptimizerSettings
 from comlrl.evaluation import Evaluation, evaluate_team
@@ -389,7 +389,9 @@ class TeamTrainer(Checkpointing):
             self.args.output_dir,
             self.run_name,
             # A script's settings are written so that `--config` and `python -m comlrl.evaluate` read them back.
-            escape({**(self.run_config or {"trainer": type(self).__name__}), "args": to_dict(self.args)}),
+            escape(
+                {**without_secrets(self.run_config or {"trainer": type(self).__name__}), "args": to_dict(self.args)}
+            ),
             seed=self.args.seed,
             trackers=self.trackers,
             wandb=self.wandb_config,

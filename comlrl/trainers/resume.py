@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from comlrl import checkpoint
 from comlrl.batches import Sample
 from comlrl.checkpoint import CheckpointError, Contents
-from comlrl.config import to_dict
+from comlrl.config import to_dict, without_secrets
 from comlrl.data import RowSource
 from comlrl.encoding import decode, encode
 from comlrl.generation import Completion
@@ -85,7 +85,7 @@ def gather(trainer: "Checkpointing", sequence: int) -> Contents:
         "rng": moment["rng"],
         "callbacks": callbacks,
         "settings": to_dict(trainer.args),
-        "config": plain(trainer.run_config),
+        "config": plain(without_secrets(trainer.run_config)),
         "models": [
             {
                 "name": model.name,
