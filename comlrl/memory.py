@@ -37,9 +37,10 @@ class Limit:
                 return result
             bound = min(self.value, most)
             if bound <= least:
-                raise torch.OutOfMemoryError(f"{self.key}={self.value} cannot be halved any more. {failure}")
+                raise torch.OutOfMemoryError(f"{self.key}={self.value} cannot be halved any more. {failure or ''}")
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self.value = max(bound // 2, least)
-            self.incidents.append(f"out of memory; {self.key} is {self.value} from now on ({failure})")
+            why = failure or "in another process"
+            self.incidents.append(f"out of memory; {self.key} is {self.value} from now on ({why})")

@@ -1,6 +1,7 @@
 """Several processes: the same samples, gradients and weights as one, whatever divides the work."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -342,6 +343,39 @@ def test_kill_9_under_zero_2_loses_nothing(tmp_path):
         runs = sorted((path for path in out.iterdir() if path.is_dir()), key=lambda p: len(p.name))
         assert sampled(runs[-1]) == sampled(whole)
         assert distance(weights(runs[-1]), weights(whole)) == 0.0
+
+
+SHORT_OF_MEMORY = """
+import os
+import torch
+from comlrl.engine import Engine
+from comlrl.tasks.matrix_game import two_turn
+
+failed = []
+backward = Engine.backward
+
+
+def short_of_memory(self, loss, last=True):
+    if os.environ.get("RANK") == "1" and not failed:
+        failed.append(True)
+        raise torch.OutOfMemoryError("injected")
+    backward(self, loss, last)
+
+
+Engine.backward = short_of_memory
+"""
+
+
+@pytest.mark.full
+def test_memory_that_runs_out_in_one_process_halves_the_batch_in_all(alone, tmp_path):
+    path = tmp_path / "short.py"
+    path.write_text(SHORT_OF_MEMORY)
+    settings = [f"task={path}:two_turn" if s == "task=two_turn" else s for s in TASKS["two turns"]]
+    run = train(2, tmp_path, *settings)
+    assert_same(alone("two turns"), run, agents=2)
+    said = [line for line in (run / "log.txt").read_text().splitlines() if "out of memory" in line]
+    assert len(said) == 1
+    assert re.search(r"micro_batch_tokens is \d+ from now on \(in another process\)", said[0])
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ class Checkpointing:
         if target.exists() and not (target / checkpoint.MANIFEST).exists() and any(target.iterdir()):
             raise ValueError(f"{target} holds other files than a checkpoint; give another folder")
         self.open_run()
+        resume.save_references(self, target.parent)
         self.sequence += 1
         return str(checkpoint.write(target, resume.gather(self, self.sequence), world=self.world))
 
