@@ -1,10 +1,12 @@
-"""A policy: a causal language model, its tokenizer, and the log-probs of what it wrote."""
+"""A policy: a causal language model and its tokenizer."""
 
 import copy
 import importlib.util
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,23 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from comlrl import embedded
+from comlrl.adapters import (
+    SAFETENSORS_WEIGHTS_NAME,
+    Adapter,
+    base_name,
+    frozen_weights,
+    is_adapter,
+    merge,
+    peft_name,
+    read_adapter,
+    sharing,
+)
+from comlrl.checkpoint import model_tensors, tensors_hash
+from comlrl.logprobs import head_finish
 from comlrl.offload import on_device
+from comlrl.profile import Work, model_operations, model_sizes, peak_rate
 from comlrl.value_head import CausalLMWithValueHead, save_head, split_head
 
 Prompt = str | list[dict[str, str]]
@@ -35,7 +50,8 @@ class Agent:
     `model` holds the weights that are trained, always in fp32: bf16 weights with AdamW mostly do not move at the
     learning rates of this field, since an update is smaller than their rounding. `compute_dtype` is what
     forwards run in: with bfloat16 the learner uses autocast, and sampling a bf16 copy, refreshed after each step.
-    Dropout is off in every log-prob, so the model stays in eval mode for good.
+    Dropout is off in every log-prob, so the model stays in eval mode for good. With an `adapter` only that is trained;
+    the frozen weights around it are in the compute dtype.
     """
 
     def __init__(
@@ -45,11 +61,14 @@ class Agent:
         name: str,
         device: torch.device | str = "cpu",
         compute_dtype: torch.dtype = torch.float32,
+        adapter: Adapter | None = None,
     ):
         self.name = name
+        self.adapter = adapter
         self.device = torch.device(device)
         self.compute_dtype = compute_dtype
-        self.model: PreTrainedModel = model.float().to(self.device).eval()
+        masters: Any = model if adapter is not None else model.float()
+        self.model: PreTrainedModel = masters.to(self.device).eval()
         self.tokenizer = tokenizer
         self.eos_ids = eos_token_ids(model, tokenizer)
         num_embeddings: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
@@ -57,6 +76,10 @@ class Agent:
         self.context_length = context_length(model, tokenizer)
         self.value_model: CausalLMWithValueHead | None = None
         self._sampler: PreTrainedModel | None = None
+        with self.autocast():
+            self.finish = head_finish(self.model)
+        self.sizes = model_sizes(self.model)
+        self.work = Work()  # since it was taken last
         self.idle = False  # whether the sampler is on the CPU while it has nothing to do
 
     def attach_value_head(self, hidden_dim: int | None = None) -> CausalLMWithValueHead:
@@ -144,41 +167,72 @@ class Agent:
                     with gathered([parameter]):
                         mine.copy_(parameter)
 
+    def reference_hash(self) -> str:
+        """Of what the agent's reference is, now: of fp32 weights, so that it does not depend on what computes."""
+        return self.adapter.base_hash if self.adapter is not None else tensors_hash(model_tensors(self.model))
+
+    def frozen_twin(self, model: PreTrainedModel, device: torch.device) -> "Agent":
+        """Another agent with this one's tokenizer that only samples: from `model`, as it is, on `device`."""
+        twin = copy.copy(self)
+        twin.model = twin._sampler = model.to(device=device).requires_grad_(False)  # type: ignore[call-arg]
+        twin.device, twin.value_model, twin.idle = device, None, False
+        return twin
+
     def awake(self) -> AbstractContextManager:
         """Inside, the sampler is on the device."""
         return on_device(self.sampler, self.device, self.idle)
 
+    def worked(self, kind: str, started: float, tokens: int, device: torch.device | None = None) -> None:
+        """Count work on `tokens` tokens (see `comlrl.profile.Work`) that began at `started` and ends now.
+
+        `device`: where a reference is; it may be in a process that holds no weights of the agent.
+        """
+        device = device or self.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - started
+        operations = model_operations(*self.sizes, tokens, learning=kind == "learn")
+        self.work.add(kind, seconds, tokens, operations)
+        self.work.peak += peak_rate(device, self.compute_dtype) * seconds
+
+    def take_work(self) -> Work:
+        """What was counted since the last call."""
+        work, self.work = self.work, Work()
+        return work
+
     def unload(self) -> None:
         """Keep the shapes and the tokenizer only: this process does no work of this agent."""
         self.model = self.model.to(device="meta")  # type: ignore[call-arg]
-        self.model.tie_weights()  # moving to meta parts what was tied
         if self.value_model is not None:
             self.value_model.to(device="meta")
-            self.model.tie_weights()
+        if self.adapter is None:
+            self.model.tie_weights()  # moving to meta parts what was tied
+        else:
+            self.adapter = replace(self.adapter, base=None)
         self.device = torch.device("meta")
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32)
+    def autocast(self, device: torch.device | None = None) -> torch.autocast:
+        """device: where it is computed, if not on the agent's (a reference may be in another process)."""
+        kind = (device or self.device).type
+        return torch.autocast(kind, dtype=self.compute_dtype, enabled=self.compute_dtype != torch.float32)
 
     def save(self, folder: str, weights: dict[str, Tensor] | None = None) -> None:
-        """An ordinary Hugging Face folder: fp32 weights, tokenizer, generation config.
+        """An ordinary Hugging Face folder: fp32 weights, tokenizer, generation config. Of an adapter, a folder of PEFT.
 
         `weights`: whole weights by name, where the model holds a part of them, or another process than the main one
         writes (save_pretrained then writes nothing).
         """
-        if weights is None:
+        if weights is None and self.adapter is None:
             (self.value_model or self.model).save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
             return
-        weights, head = split_head(weights)
         for name, data in self.files().items():
+            if name == "config.json" and self.adapter is not None:
+                continue  # with it, transformers would take the folder for a whole model
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
-        if head:
-            save_head(folder, head)
+        save_weights(folder, weights or model_tensors(self.trained), adapter=self.adapter is not None)
 
     def files(self) -> dict[str, bytes]:
         """Config, generation config and tokenizer as the files of a Hugging Face folder."""
@@ -192,110 +246,57 @@ class Agent:
                 # Not save_pretrained, which refuses what many published models have.
                 (folder / "generation_config.json").write_text(self.model.generation_config.to_json_string(), "utf-8")
             self.tokenizer.save_pretrained(folder)
+            if self.adapter is not None:
+                self.adapter.config.save_pretrained(str(folder))
             return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def completion_logprobs(
-    model: Callable[..., Any],
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
-    prompt_index: Tensor,
-    temperature: float = 1.0,
-    entropy: str = "value",
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the sampled tokens, the final EOS included.
-
-    Args:
-        prompt_ids, prompt_mask: [R, P], left-padded.
-        completion_ids, completion_mask: [N, C], right-padded.
-        prompt_index: [N], which of the R prompts each completion answers.
-        temperature: of the sampling distribution; the log-prob is log_softmax(logits / temperature)[id].
-
-    Returns:
-        log-probs and entropies (nats), both [N, C] in fp32, exactly 0 on pads; for `entropy` see `token_logprobs`.
-
-    A prompt is read once and its keys and values are shared by its completions, gradients included: K answers of a
-    prompt as long as themselves cost half. Only sampled positions go through the language-model head.
-    """
-    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-    prefix = model(
-        input_ids=prompt_ids,
-        attention_mask=prompt_mask,
-        position_ids=positions,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    logits = prefix.logits[:, -1:][prompt_index]
-    if completion_ids.shape[1] > 1:
-        cache = prefix.past_key_values
-        select_rows(cache, prompt_index)
-        length = prompt_mask.sum(1)[prompt_index]
-        steps = torch.arange(completion_ids.shape[1] - 1, device=completion_ids.device)
-        rest = model(
-            input_ids=completion_ids[:, :-1],
-            attention_mask=torch.cat([prompt_mask[prompt_index], completion_mask[:, :-1]], dim=1),
-            position_ids=length[:, None] + steps,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits = torch.cat([logits, rest.logits], dim=1)
-    return token_logprobs(logits, completion_ids, completion_mask, temperature, entropy)
-
-
-def select_rows(cache: Cache, index: Tensor) -> None:
-    """Make the cache hold row index[n] at row n, for a forward whose gradient is wanted."""
-    cache.reorder_cache(index)  # type: ignore[arg-type]
-    for layer in cache.layers:
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            # Models such as Qwen3.5: the next forward would overwrite this state in place, but backward needs it.
-            # Marked as new, it gets another tensor.
-            layer.is_recurrent_states_initialized = dict.fromkeys(layer.is_recurrent_states_initialized, False)
+def save_weights(folder: str | Path, weights: dict[str, Tensor], adapter: bool) -> None:
+    """Whole weights by name, or those of an adapter; a value head among them gets a file of its own."""
+    weights, head = split_head(weights)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    if adapter:
+        tensors = {peft_name(name): tensor for name, tensor in tensors.items()}
+    save_file(tensors, Path(folder, SAFETENSORS_WEIGHTS_NAME if adapter else "model.safetensors"), {"format": "pt"})
+    if head:
+        save_head(folder, head)
 
 
 def frozen_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy with weights in `dtype` that is not trained.
+    """A copy with weights in `dtype` that is not trained. The base model of an adapter is shared, not copied.
 
     Buffers stay as they are, as after from_pretrained(dtype=...): rotary frequencies in bf16 are off by a radian within
     a thousand tokens.
     """
-    twin = copy.deepcopy(model).eval().requires_grad_(False)
+    twin = copy.deepcopy(model, sharing(frozen_weights(model))).eval().requires_grad_(False)
     for parameter in twin.parameters():
         parameter.data = parameter.data.to(dtype)
     return twin
 
 
-def token_logprobs(
-    logits: Tensor, ids: Tensor, mask: Tensor, temperature: float = 1.0, entropy: str = "value"
-) -> tuple[Tensor, Tensor]:
-    """log_softmax(logits / temperature) at `ids`, and the entropy; [N, C, V], [N, C] -> two [N, C] in fp32.
+def copy_on(model: PreTrainedModel, device: torch.device, held: dict[Any, Tensor]) -> PreTrainedModel:
+    """A copy that is made on the device, and not first beside the original. Base models of adapters are shared.
 
-    `entropy`: "value" has no gradient (to log), "gradient" has one (for a bonus; costs another [N, C, V]), "none" is 0.
+    held: what is there of such base models, to be shared by further copies.
     """
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    normalizer = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, ids[..., None])[..., 0] - normalizer
-    entropies = torch.zeros_like(normalizer)
-    if entropy != "none":
-        with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
-            # Row by row: without gradient the peak then holds no second [N, C, V].
-            entropies = torch.stack([row_entropy(logits[n] - normalizer[n, :, None]) for n in range(len(logits))])
-    keep = mask.bool()
-    return torch.where(keep, logprobs, 0.0), torch.where(keep, entropies, 0.0)
+    memo: dict[int, Any] = {}  # deepcopy takes what it has
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to(device, copy=True), False)
+    frozen = {id(weight) for weight in frozen_weights(model)}
+    for buffer in model.buffers():
+        if id(buffer) not in frozen:
+            memo[id(buffer)] = buffer.to(device, copy=True)
+            continue
+        if (id(buffer), device) not in held:
+            held[id(buffer), device] = buffer.to(device)
+        memo[id(buffer)] = held[id(buffer), device]
+    return copy.deepcopy(model, memo)
 
 
 def context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens that prompt and answer may have together; models without learned positions say it in their tokenizer."""
     positions = model.config.get_text_config().to_dict().get("max_position_embeddings")
     return int(positions if positions is not None else tokenizer.model_max_length)
-
-
-def row_entropy(logprobs: Tensor) -> Tensor:
-    """Entropy in nats of each distribution: [C, V] -> [C]."""
-    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -344,7 +345,12 @@ def check_model_config(model_config: dict[str, Any]) -> None:
 
 
 def load_model(source: str, model_config: dict[str, Any] | None = None) -> PreTrainedModel:
-    """A causal LM by embedded name, path or hub id. Load-time options: `model_config` (see MODEL_CONFIG_KEYS)."""
+    """A causal LM by embedded name, path or hub id. Load-time options: `model_config` (see MODEL_CONFIG_KEYS).
+
+    An adapter's folder gives its base model with the adapter merged into it.
+    """
+    if is_adapter(source):
+        return merge(load_model(base_name(source), model_config), *read_adapter(source))
     options = dict(model_config or {})
     check_model_config(options)
     kwargs = dict(options.get("model_kwargs") or {})
@@ -379,7 +385,7 @@ def check_loadable(source: str, model_config: dict[str, Any] | None = None) -> N
     if source in embedded.EMBEDDED:
         return
     try:
-        AutoConfig.from_pretrained(source, **hub_options(model_config))
+        AutoConfig.from_pretrained(embedded.resolve(base_name(source)), **hub_options(model_config))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model {source!r} cannot be found: no embedded model ({', '.join(embedded.EMBEDDED)}), no folder "

@@ -1,16 +1,20 @@
 """What the learner reads: samples of one agent, cut into padded micro-batches."""
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from comlrl.agents import Agent, completion_logprobs
+from comlrl.agents import Agent
 from comlrl.generation import left_pad, right_pad
+from comlrl.logprobs import completion_logprobs
 from comlrl.placement import Group
+from comlrl.value_head import CausalLMWithValueHead
 
 Run = Callable[..., Any]
 
@@ -60,7 +64,7 @@ class Sample:
     number: int = 0  # of the completion among its agent's at the node
     advantage: float = 0.0
     value: float = 0.0  # a critic's baseline
-    raw_advantage: float = 0.0  # before it is normalised over the minibatch
+    raw_advantage: float | None = None  # before it was normalised over the minibatch; none: it was not yet
     value_output: float = 0.0  # of a value head on this agent's model, before the first step
     value_target: float = 0.0  # of that head
     value_weight: float = 0.0  # of that head's loss in this minibatch
@@ -70,7 +74,7 @@ class Sample:
 
 @dataclass
 class MicroBatch:
-    """Samples and their tensors; shapes as in `completion_logprobs`."""
+    """Samples and their tensors; shapes, and `most_tokens`, as in `completion_logprobs`."""
 
     samples: list[Sample]
     prompt_ids: Tensor
@@ -78,6 +82,8 @@ class MicroBatch:
     completion_ids: Tensor
     completion_mask: Tensor
     prompt_index: Tensor
+    most_tokens: int = 0
+    tokens: int = 0  # that the model reads: a prompt counts once
     values: Tensor | None = None  # [N], of a model with a value head
     logged: dict[str, Tensor] = field(default_factory=dict)  # numbers of samples, [N]
 
@@ -85,9 +91,9 @@ class MicroBatch:
         """`run(function, ...)` calls function(model, ...), as `Engine.run` does."""
 
         def forward(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
-            with agent.autocast():  # inside: DeepSpeed's forward switches an outer one off
+            with agent.autocast(self.prompt_ids.device):  # inside: DeepSpeed's forward switches an outer one off
                 return completion_logprobs(
-                    model,
+                    model.backbone if isinstance(model, CausalLMWithValueHead) else model,
                     self.prompt_ids,
                     self.prompt_mask,
                     self.completion_ids,
@@ -95,6 +101,8 @@ class MicroBatch:
                     self.prompt_index,
                     temperature,
                     entropy,
+                    agent.finish,
+                    self.most_tokens,
                 )
 
         return run(forward)
@@ -134,30 +142,50 @@ def cut(samples: Sequence[Item], budget: int) -> list[list[Item]]:
     return [*batches, batch] if batch else batches
 
 
-def share(samples: Sequence[Item], group: Group, budget: int, lockstep: bool = False) -> list[tuple[list[Item], bool]]:
-    """This process's share of one agent's samples in batches, each with whether it counts.
+@dataclass
+class Part(Generic[Item]):
+    """A micro-batch of one process's share; `counts` is False for one that only keeps step with the others.
+
+    most_tokens: with lockstep the largest number of sampled tokens that any process has in its batch of this number.
+    """
+
+    items: list[Item]
+    counts: bool = True
+    most_tokens: int = 0
+
+
+def share(samples: Sequence[Item], group: Group, budget: int, lockstep: bool = False) -> list[Part[Item]]:
+    """This process's share of one agent's samples in batches.
 
     lockstep: all processes of the group get equally many; who has fewer repeats one that does not count.
     """
     if group.place is None or not samples:
         return []
-    mine = [(batch, True) for batch in cut(group.share(samples), budget)]
-    if lockstep:
-        most = max(len(cut(group.part(samples, place), budget)) for place in range(group.size))
-        shortest = min(samples, key=lambda s: len(s.prompt_ids) + len(s.token_ids))
-        mine += [([shortest], False)] * (most - len(mine))
-    return mine
+    if not lockstep:
+        return [Part(batch) for batch in cut(group.share(samples), budget)]
+    shortest = [min(samples, key=lambda s: len(s.prompt_ids) + len(s.token_ids))]
+    batches = [cut(group.part(samples, place), budget) for place in range(group.size)]
+    rounds = list(itertools.zip_longest(*batches, fillvalue=shortest))
+    most = [max(sum(len(s.token_ids) for s in batch) for batch in each) for each in rounds]
+    own = len(batches[group.place])
+    return [Part(each[group.place], n < own, most[n]) for n, each in enumerate(rounds)]
 
 
-def collate(samples: list[Sample], agent: Agent, device: torch.device | None = None) -> MicroBatch:
+def collate(
+    samples: list[Sample], agent: Agent, device: torch.device | None = None, most_tokens: int = 0
+) -> MicroBatch:
+    """The samples as tensors on `device` (none: the agent's). most_tokens: that of the `Part`, 0 without lockstep."""
     device = device or agent.device
     place: dict[tuple[int, ...], int] = {}
     for sample in samples:
         place.setdefault(tuple(sample.prompt_ids), len(place))
     prompt_ids, prompt_mask = left_pad(list(place), agent.pad_id, device)
-    completion_ids, completion_mask = right_pad([s.token_ids for s in samples], agent.pad_id, device)
+    # Two columns where processes keep step: `read_completions` makes one forward less for answers of one token.
+    least = 2 if most_tokens else 1
+    completion_ids, completion_mask = right_pad([s.token_ids for s in samples], agent.pad_id, device, least)
     index = torch.tensor([place[tuple(s.prompt_ids)] for s in samples], device=device)
-    return MicroBatch(samples, prompt_ids, prompt_mask, completion_ids, completion_mask, index)
+    tokens = sum(map(len, place)) + sum(len(sample.token_ids) for sample in samples)
+    return MicroBatch(samples, prompt_ids, prompt_mask, completion_ids, completion_mask, index, most_tokens, tokens)
 
 
 @torch.no_grad()
@@ -170,11 +198,15 @@ def frozen_logprobs(
     """
     places = {id(sample): place for place, sample in enumerate(samples)}
     result = {}
+    started, tokens = time.perf_counter(), 0
     with model.awake():
-        for part, counts in share(samples, model.group, budget, model.lockstep):
-            batch = collate(part, agent, model.device)
+        for part in share(samples, model.group, budget, model.lockstep):
+            batch = collate(part.items, agent, model.device, part.most_tokens)
             logprobs, _ = batch.logprobs(model.run, agent, temperature, entropy="none")
-            if counts:
-                for sample, row in zip(part, logprobs.cpu()):
+            tokens += batch.tokens
+            if part.counts:
+                for sample, row in zip(part.items, logprobs.cpu()):
                     result[places[id(sample)]] = row[: len(sample.token_ids)].clone()
+    if tokens:
+        agent.worked("reference", started, tokens, model.device)
     return result

@@ -63,11 +63,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.num_agents < 1:
             raise ValueError(f"num_agents={self.num_agents}: must be at least 1")
-        # A coordinator is one model that plays all roles, so its lists have one entry whatever num_agents is.
-        expected = 1 if self.algorithm.startswith("centralized") else self.num_agents
+        expected = self.num_models
         for key, names in (("models", self.models), ("tokenizers", self.tokenizers)):
             if names is not None and len(names) != expected:
                 raise ValueError(f"{key}={names}: {expected} expected for num_agents={self.num_agents}, or null")
+
+    @property
+    def num_models(self) -> int:
+        """A coordinator is one model that plays all roles, whatever num_agents is."""
+        return 1 if self.algorithm.startswith("centralized") else self.num_agents
 
 
 @dataclasses.dataclass
@@ -78,6 +82,17 @@ class ActorCriticRunConfig(RunConfig):
     critic_model: str | None = option(None, "every critic's model; null: that of its agent (MAAC: of agent 0)")
     critics: list[str] | None = option(None, "one model a critic (iac: num_agents, maac: 1); overrides critic_model")
     critic_tokenizers: list[str] | None = option(None, "one tokenizer a critic; null: each model's own")
+
+
+@dataclasses.dataclass
+class PreferenceRunConfig(RunConfig):
+    """The settings of one run of train_pbrl.py."""
+
+    algorithm: str = option("madpo", "madpo, marlhf, madpo_iter or marlhf_iter")
+
+    @property
+    def num_models(self) -> int:
+        return 1 if self.args.collaboration_mode == "centralized" else self.num_agents
 
 
 # --- a dataclass from a nested dict ---

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from comlrl import credit, losses
-from comlrl.agents import Agent, Prompt, completion_logprobs
+from comlrl.agents import Agent, Prompt
 from comlrl.batches import Loaded, MicroBatch, share
 from comlrl.generation import right_pad
 from comlrl.loading import Member, check_team, load_team
+from comlrl.logprobs import Finish, Read, completion_states, head_logprobs, read_completions, token_logprobs
 from comlrl.rollouts import Node
 from comlrl.summaries import Metrics, mean
-from comlrl.value_head import ActorCriticOutput, CausalLMWithValueHead
+from comlrl.value_head import CausalLMWithValueHead, without_language
 
 
 @dataclass(eq=False)
@@ -127,15 +129,8 @@ def load_critics(members: Sequence[Member], heads: Sequence[CausalLMWithValueHea
     """
     critics = load_team(members)
     for critic, given in zip(critics, heads):
-        embeddings: int = critic.model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
-        if max(critic.tokenizer.get_vocab().values()) >= embeddings:
-            raise ValueError(
-                f"{critic.name}: its tokenizer has ids up to {max(critic.tokenizer.get_vocab().values())}, its model "
-                f"embeds {embeddings}; give the critic its own tokenizer (critic_tokenizer)"
-            )
-        head = critic.model.get_output_embeddings().weight
-        if head is not critic.model.get_input_embeddings().weight:
-            head.requires_grad_(False)  # no value goes through it
+        fix = "give the critic its own tokenizer (critic_tokenizer)"
+        without_language(critic.model, critic.tokenizer, critic.name, fix)
         if given is not None and given.value_head is not None:
             given.value_head.float().to(critic.device)
             critic.value_model = given.eval()
@@ -157,10 +152,10 @@ def frozen_outputs(items: Sequence[ValueItem], critic: Agent, model: Loaded, bud
     places = {id(item): place for place, item in enumerate(items)}
     result: dict[int, float] = {}
     with model.awake():
-        for part, counts in share(items, model.group, budget, model.lockstep):
-            outputs = model.run(head_outputs, critic, part, model.device)
-            if counts:
-                result |= {places[id(item)]: output for item, output in zip(part, outputs.tolist())}
+        for part in share(items, model.group, budget, model.lockstep):
+            outputs = model.run(head_outputs, critic, part.items, model.device)
+            if part.counts:
+                result |= {places[id(item)]: output for item, output in zip(part.items, outputs.tolist())}
     return result
 
 
@@ -175,31 +170,49 @@ def item_losses(outputs: Tensor, items: Sequence[ValueItem], clip_range: float |
     return torch.zeros_like(outputs).index_add(0, rows, errors) / counts
 
 
+def logits_and_values_reader(model: CausalLMWithValueHead) -> Read:
+    """Logits, and behind them the value: [N, L, V + 1]."""
+
+    def read(last_only: bool, **inputs: Any) -> tuple[Tensor, Cache]:
+        output = model(**inputs, **({"logits_to_keep": 1} if last_only else {}))
+        assert output.values is not None
+        return torch.cat([output.logits.float(), output.values[..., None]], dim=-1), output.past_key_values
+
+    return read
+
+
 def policy_and_values(
-    model: CausalLMWithValueHead, batch: MicroBatch, temperature: float, entropy: str, of_actions: bool
+    model: CausalLMWithValueHead,
+    batch: MicroBatch,
+    finish: Finish | None,
+    temperature: float,
+    entropy: str,
+    of_actions: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs and entropies as `completion_logprobs` gives them, and a value a sample, [N], from the same forward.
 
-    The value is at the prompt's last token, or with `of_actions` at the answer's last token.
+    The value is at the prompt's last token, or with `of_actions` at the answer's last token. `finish`: see
+    `head_finish`.
     """
-    seen: list[Tensor] = []
-
-    def forward(**inputs: Tensor) -> ActorCriticOutput:
-        output = model(**inputs)
-        seen.append(output.values)
-        return output
-
+    assert model.value_head is not None
     ids, mask = batch.completion_ids, batch.completion_mask
     if of_actions:  # one column more, so that the last token is read too
         ids, mask = torch.nn.functional.pad(ids, (0, 1)), torch.nn.functional.pad(mask, (0, 1))
-    logprobs, entropies = completion_logprobs(
-        forward, batch.prompt_ids, batch.prompt_mask, ids, mask, batch.prompt_index, temperature, entropy
-    )
-    if not of_actions:
-        return logprobs, entropies, seen[0][:, -1][batch.prompt_index]
-    last = batch.completion_mask.sum(1) - 1
-    values = seen[1][torch.arange(len(ids), device=ids.device), last]
-    return logprobs[:, :-1], entropies[:, :-1], values
+    inputs = (batch.prompt_ids, batch.prompt_mask, ids, mask, batch.prompt_index)
+    if finish is None:
+        both = read_completions(logits_and_values_reader(model), *inputs)
+        values = both[..., -1]
+        logprobs, entropies = token_logprobs(both[..., :-1], ids, mask, temperature, entropy)
+    else:
+        states = completion_states(model.backbone, *inputs)
+        values = model.value_head(states)
+        logprobs, entropies = head_logprobs(
+            model.backbone, finish, states, ids, mask, temperature, entropy, batch.most_tokens
+        )
+    last = batch.completion_mask.sum(1) if of_actions else torch.zeros_like(batch.prompt_index)
+    values = values[torch.arange(len(ids), device=ids.device), last]
+    width = batch.completion_ids.shape[1]
+    return logprobs[:, :width], entropies[:, :width], values
 
 
 @dataclass

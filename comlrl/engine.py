@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -197,7 +198,7 @@ class Frozen:
     def __init__(self, model: nn.Module, group: Group = ALONE):
         self.model = model
         self.group = group
-        self.device = next(model.parameters()).device
+        self.device = next(chain(model.parameters(), model.buffers())).device  # an adapter's base has only buffers
         self.idle = False
 
     def leave_device(self) -> None:

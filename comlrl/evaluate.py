@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from comlrl.adapters import is_adapter
 from comlrl.agents import Agent
 from comlrl.centralized import Coordinator, TaggedCentralizedComparatorAdapter
-from comlrl.config import ActorCriticRunConfig, RunConfig, exit_on_value_error, load, read_settings
+from comlrl.config import ActorCriticRunConfig, PreferenceRunConfig, RunConfig, exit_on_value_error, load, read_settings
 from comlrl.data import Row, RowSource
 from comlrl.evaluation import Evaluation, evaluate_team
 from comlrl.generation import Sampling
@@ -33,8 +34,15 @@ from comlrl.summaries import mean
 from comlrl.tasks import Task, load_rewards, load_task
 from comlrl.tasks.__main__ import prompt_text
 from comlrl.tracking import say, table_text
-from comlrl.trainers import ACTOR_CRITIC_ALGORITHMS, REINFORCE_ALGORITHMS, CentralizedMAGRPOConfig, MAGRPOConfig
+from comlrl.trainers import (
+    ACTOR_CRITIC_ALGORITHMS,
+    PREFERENCE_ALGORITHMS,
+    REINFORCE_ALGORITHMS,
+    CentralizedMAGRPOConfig,
+    MAGRPOConfig,
+)
 from comlrl.trainers.base import build_rollouts
+from comlrl.trainers.preference_config import PairSettings
 
 
 @dataclass
@@ -68,7 +76,7 @@ class SavedRun:
 
     def rollouts(self, agents: Sequence[Agent], rewards: Rewards) -> Rollouts:
         args, task, team = self.args, self.task, Team(self.config.num_agents)
-        if isinstance(args, CentralizedMAGRPOConfig):
+        if isinstance(args, (CentralizedMAGRPOConfig, PairSettings)) and args.collaboration_mode == "centralized":
             adapter = TaggedCentralizedComparatorAdapter()
             team = Coordinator(adapter, self.config.num_agents, args.unparsable_reward)
         return build_rollouts(agents, rewards, task.formatters, task.transition, team, args)
@@ -80,20 +88,25 @@ def read_run(folder: Path, model_dir: str | None, overrides: Sequence[str]) -> S
         what = "is no run's folder, it has no config.yaml" if folder.is_dir() else "does not exist"
         raise ValueError(f"RUN={folder} {what} (working directory: {Path.cwd()})")
     path = str(folder / "config.yaml")
-    actor_critic = read_settings(path, []).get("algorithm") in ACTOR_CRITIC_ALGORITHMS
-    config = load(ActorCriticRunConfig if actor_critic else RunConfig, path, overrides, choose_config)
+    algorithm = read_settings(path, []).get("algorithm")
+    kind: type[RunConfig] = RunConfig
+    if algorithm in ACTOR_CRITIC_ALGORITHMS:
+        kind = ActorCriticRunConfig
+    elif algorithm in PREFERENCE_ALGORITHMS:
+        kind = PreferenceRunConfig
+    config = load(kind, path, overrides, choose_config)
     args: MAGRPOConfig = config.args
     task = load_task(config.task, config.num_agents, config.task_args)
-    count = 1 if isinstance(args, CentralizedMAGRPOConfig) else config.num_agents
+    count = config.num_models
     models = Path(model_dir or config.save_dir or folder / "model")
     saved = [str(models / f"agent_{i}") for i in range(count)]
     for path in saved:
-        if not Path(path, "config.json").is_file():
+        if not Path(path, "config.json").is_file() and not is_adapter(path):
             raise ValueError(
                 f"no saved model in {path}: a training script saves its models when it ends, and "
                 "trainer.save_model(folder) at any time; --model-dir says where they are"
             )
-    options = (config.model_config, args.agent_devices, args.dtype)
+    options = (config.model_config, *args.model_options)
     trained = check_team(None, saved, count, None, *options)
     untrained = check_team(None, config.models or [config.model] * count, count, config.tokenizers, *options)
     untrained = [replace(member, name=f"untrained {member.name}") for member in untrained]
@@ -103,7 +116,7 @@ def read_run(folder: Path, model_dir: str | None, overrides: Sequence[str]) -> S
 def choose_config(raw: dict[str, Any]) -> dict[str, type]:
     """The class of `args` follows from `algorithm`."""
     algorithm = raw.get("algorithm")
-    known: dict[str, tuple[type, type]] = {**REINFORCE_ALGORITHMS, **ACTOR_CRITIC_ALGORITHMS}
+    known: dict[str, tuple[type, type]] = {**REINFORCE_ALGORITHMS, **ACTOR_CRITIC_ALGORITHMS, **PREFERENCE_ALGORITHMS}
     if algorithm not in known:
         raise ValueError(
             f"config.yaml: algorithm={algorithm!r} must be one of {', '.join(known)} "

@@ -7,7 +7,7 @@ from typing import Any
 
 from comlrl.generation import Sampling
 from comlrl.rollouts import Node, Rollouts, Row, TreeShape
-from comlrl.summaries import Metrics, completion_records, evaluation_metrics, mean, mean_metrics
+from comlrl.summaries import Metrics, completion_records, evaluation_metrics, mean
 
 EvalLogger = Callable[..., list[dict[str, Any]]]
 
@@ -33,12 +33,12 @@ def evaluate_team(
     rollout: int = 0,
     eval_logger: EvalLogger | None = None,
     eval_aggregator: Callable[..., Metrics] | None = None,
-    row_metrics: Callable[[Node], Metrics] | None = None,
+    trajectory_metrics: Callable[[list[Node]], Metrics] | None = None,
 ) -> Evaluation:
     """Greedy trajectories of every row; with `generations` = k also k sampled ones a row (mean, and best of k).
 
     Sampled trajectories use the same seeds at every evaluation, so curves differ by the policy and not by luck.
-    `row_metrics`: of each greedy trajectory; their means are added.
+    `trajectory_metrics`: further numbers of all greedy trajectories.
     """
     path = replace(
         shape,
@@ -66,8 +66,8 @@ def evaluate_team(
         records += completion_records(sampled, "eval_sampled", rollout)
     if eval_logger is not None and eval_aggregator is not None:
         metrics |= user_metrics(greedy, shape.num_turns, eval_logger, eval_aggregator)
-    if row_metrics is not None:
-        metrics |= mean_metrics([row_metrics(root) for root in greedy])
+    if trajectory_metrics is not None and greedy:
+        metrics |= trajectory_metrics(greedy)
     return Evaluation(metrics, records)
 
 

@@ -4,7 +4,6 @@ One small interface, `generate`; another engine is one more function with this s
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from comlrl.agents import Agent
+from comlrl.decoder import start_decoding
 
 
 @dataclass(frozen=True)
@@ -105,42 +105,34 @@ def _decode_batch(
     sampling: Sampling,
 ) -> list[Completion]:
     """R prompts, N samples: prefill each prompt once, then decode all samples together; finished rows leave."""
-    model, device = agent.sampler, agent.device
-    ids, mask = left_pad(prompts, agent.pad_id, device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-    cache = output.past_key_values
-    index = torch.tensor(prompt_index, device=device)
-    cache.reorder_cache(index)  # not batch_select_indices, which layers of linear attention lack
-    logits = output.logits[index, -1]
-    mask = mask[index]
-    position = mask.sum(1)
-
+    device, count = agent.device, len(seeds)
+    decoding = start_decoding(
+        agent.sampler, *left_pad(prompts, agent.pad_id, device), torch.tensor(prompt_index, device=device)
+    )
     uniforms = torch.tensor(
         np.stack(
             [np.random.Generator(np.random.Philox(key=seed or 0)).random(sampling.max_new_tokens) for seed in seeds]
         )
     ).to(device)
-    greedy = torch.tensor([seed is None for seed in seeds], device=device)
+    greedy = torch.tensor([seed is None for seed in seeds], device=device) if None in seeds else None
     eos = torch.tensor(agent.eos_ids, device=device, dtype=torch.long)
     tokens: list[list[int]] = [[] for _ in seeds]
-    logprobs: list[list[float]] = [[] for _ in seeds]
-    kept: list[list[float]] = [[] for _ in seeds]
+    # Step by step, so that only the tokens have to be waited for.
+    logprobs = torch.zeros(count, sampling.max_new_tokens, device=device)
+    kept = torch.ones(count, sampling.max_new_tokens, device=device, dtype=torch.float64)
     # A stop string that is complete now lies in the last tokens, of which a character takes four at most (its bytes).
     stops = sampling.stop_strings
     tail = 4 * max(map(len, stops), default=0) + 4
-    reasons = ["length"] * len(seeds)
-    alive = list(range(len(seeds)))  # sample numbers of the rows in the batch
+    reasons = ["length"] * count
+    alive = list(range(count))  # sample numbers of the rows in the batch
+    rows = torch.arange(count, device=device)  # the same
     for step in range(sampling.max_new_tokens):
-        rows = torch.tensor(alive, device=device)
-        token, logprob, mass = choose_tokens(logits.float(), uniforms[rows, step], greedy[rows], sampling)
+        uniform, take_best = uniforms[rows, step], None if greedy is None else greedy[rows]
+        token, logprob, mass = choose_tokens(decoding.logits.float(), uniform, take_best, sampling)
+        logprobs[rows, step], kept[rows, step] = logprob, mass
         ended = torch.isin(token, eos).tolist()
-        for row, (sample, t, lp, m) in enumerate(zip(alive, token.tolist(), logprob.tolist(), mass.tolist())):
-            if not math.isfinite(lp):
-                raise FloatingPointError(f"{agent.name}: the model's logits are not finite, so nothing can be sampled")
+        for row, (sample, t) in enumerate(zip(alive, token.tolist())):
             tokens[sample].append(t)
-            logprobs[sample].append(lp)
-            kept[sample].append(m)
             if ended[row]:
                 reasons[sample] = "eos"
             elif stops and _find_stop(agent.decode(tokens[sample][-tail:]), stops) is not None:
@@ -151,51 +143,51 @@ def _decode_batch(
             break
         if len(keep) < len(alive):
             select = torch.tensor(keep, device=device)
-            cache.reorder_cache(select)
+            decoding.select(select)
             alive = [alive[row] for row in keep]
-            token, mask, position = token[select], mask[select], position[select]
-        mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
-        output = model(
-            input_ids=token[:, None],
-            attention_mask=mask,
-            position_ids=position[:, None],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits, position = output.logits[:, -1], position + 1
+            token, rows = token[select], rows[select]
+        decoding.step(token)
 
+    if not torch.isfinite(logprobs).all():
+        raise FloatingPointError(f"{agent.name}: the model's logits are not finite, so nothing can be sampled")
     completions = []
-    for sample in range(len(seeds)):
+    for sample, (said, sums) in enumerate(zip(logprobs.tolist(), kept.tolist())):
+        length = len(tokens[sample])
         text = agent.decode(tokens[sample][:-1] if reasons[sample] == "eos" else tokens[sample])
         if reasons[sample] == "stop":
             text = text[: _find_stop(text, stops)]
-        mean_mass = sum(kept[sample]) / len(kept[sample])
-        completions.append(Completion(tokens[sample], text, logprobs[sample], reasons[sample], mean_mass))
+        mean_mass = sum(sums[:length]) / length
+        completions.append(Completion(tokens[sample], text, said[:length], reasons[sample], mean_mass))
     return completions
 
 
-def choose_tokens(logits: Tensor, uniform: Tensor, greedy: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+def choose_tokens(
+    logits: Tensor, uniform: Tensor, greedy: Tensor | None, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token a row by inverting the cumulative distribution at `uniform`; greedy rows take the maximum.
 
-    Args: logits [N, V] fp32; uniform [N] in [0, 1) float64; greedy [N] bool.
+    Args: logits [N, V] fp32; uniform [N] in [0, 1) float64; greedy [N] bool, or None if no row is.
     Returns: token ids [N], their log-probs at the temperature over the whole vocabulary [N], kept mass [N].
     """
-    # One uniform a token makes a row's sample independent of the batch. float64: a cumulative sum of 150,000 fp32
-    # probabilities is off by more than the rare tokens weigh.
-    logprobs = torch.log_softmax(logits / sampling.temperature, dim=-1)
-    probabilities = logprobs.double().exp()
+    # One uniform a token makes a row's sample independent of the batch. Summed in float64: a cumulative sum of 150,000
+    # fp32 probabilities is off by more than the rare tokens weigh.
+    scaled = logits if sampling.temperature == 1.0 else logits / sampling.temperature
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    probabilities = logprobs.exp()
     if sampling.truncated:
         ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        drop = ranked.cumsum(-1) - ranked >= sampling.top_p
+        drop = ranked.cumsum(-1, dtype=torch.float64) - ranked >= sampling.top_p
         if sampling.top_k is not None:
             drop[:, sampling.top_k :] = True
         drop[:, 0] = False
         probabilities = probabilities.masked_fill(drop.gather(-1, order.argsort(-1)), 0.0)
-    cumulative = probabilities.cumsum(-1)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     mass = cumulative[:, -1]
     token = torch.searchsorted(cumulative, (uniform * mass)[:, None], right=True)[:, 0]
-    token = torch.where(greedy, logits.argmax(-1), token.clamp(max=logits.shape[-1] - 1))
-    return token, logprobs.gather(-1, token[:, None])[:, 0], torch.where(greedy, 1.0, mass)
+    token = token.clamp(max=logits.shape[-1] - 1)
+    if greedy is not None:
+        token, mass = torch.where(greedy, logits.argmax(-1), token), torch.where(greedy, 1.0, mass)
+    return token, logprobs.gather(-1, token[:, None])[:, 0], mass
 
 
 def left_pad(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -209,9 +201,11 @@ def left_pad(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.devi
     return ids.to(device), mask.to(device)
 
 
-def right_pad(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and mask [N, longest], values at the left end."""
-    width = max(len(sequence) for sequence in sequences)
+def right_pad(
+    sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device, least: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask [N, longest], values at the left end; `least` columns at least."""
+    width = max(least, *(len(sequence) for sequence in sequences))
     ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
     mask = torch.zeros(len(sequences), width, dtype=torch.long)
     for row, sequence in enumerate(sequences):

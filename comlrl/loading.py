@@ -2,13 +2,30 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from comlrl import embedded
+from comlrl.adapters import (
+    NAME,
+    Adapter,
+    LoraSettings,
+    add_adapter,
+    base_name,
+    check_quantization,
+    check_target,
+    freeze,
+    has_adapter,
+    is_adapter,
+    quantized_kwargs,
+    read_adapter,
+    unwrapped,
+    without_adapter,
+)
 from comlrl.agents import (
     DTYPES,
     Agent,
@@ -17,17 +34,24 @@ from comlrl.agents import (
     check_loadable,
     check_model_config,
     check_tokenizer,
+    copy_on,
     frozen_copy,
     load_model,
     load_tokenizer,
     resolve_dtype,
 )
+from comlrl.checkpoint import tensors_hash
 from comlrl.engine import shared_parameter
+from comlrl.generation import sample_seed
 
 
 @dataclass
 class Member:
-    """One agent before it is loaded: where its weights and tokenizer come from, and where it will live."""
+    """One agent before it is loaded: where its weights and tokenizer come from, and where it will live.
+
+    lora: what is trained of it; None: all weights, or the adapter that a loaded model came with. seed: of a fresh
+    adapter. recompute: whether backward computes activations again (gradient checkpointing).
+    """
 
     name: str
     source: str | PreTrainedModel
@@ -35,6 +59,29 @@ class Member:
     device: torch.device
     compute_dtype: torch.dtype
     model_config: dict[str, Any]
+    lora: LoraSettings | None = None
+    seed: int = 0
+    recompute: bool = False
+
+    @property
+    def base_source(self) -> Any:
+        """The model without an adapter, by name or as an object."""
+        return base_name(self.source) if isinstance(self.source, str) else self.source
+
+    @property
+    def base_key(self) -> tuple[Any, str, torch.dtype]:
+        """Agents with adapters share a base if theirs are equal."""
+        source = self.base_source
+        name = embedded.resolve(source) if isinstance(source, str) else id(source)
+        return name, str(self.device), self.compute_dtype
+
+    def read_config(self) -> PreTrainedConfig:
+        """The model's config, with what model_kwargs changes in it; loads no weights."""
+        if not isinstance(self.source, str):
+            return self.source.config
+        return AutoConfig.from_pretrained(
+            embedded.resolve(self.base_source), **(self.model_config.get("model_kwargs") or {})
+        )
 
 
 def check_team(
@@ -45,6 +92,9 @@ def check_team(
     model_config: dict[str, Any] | None,
     devices: str | Sequence[str] | None,
     dtype: str,
+    lora: LoraSettings | None = None,
+    seed: int = 0,
+    recompute: bool = False,
 ) -> list[Member]:
     """`count` agents from one name, or from one name or loaded model each. Refuses what cannot work; loads nothing."""
     config = dict(model_config or {})
@@ -64,22 +114,72 @@ def check_team(
     if precision not in ("auto", *DTYPES):
         raise ValueError(f"model_config.dtype={asked!r}: must be one of auto, {', '.join(DTYPES)}")
     places = [torch.device(name) for name in resolve_devices(devices, count)]
-    return [
-        Member(f"agent_{i}", sources[i], tokenizers[i], places[i], resolve_dtype(precision, places[i]), config)
+    members = [
+        Member(f"agent_{i}", sources[i], tokenizers[i], places[i], resolve_dtype(precision, places[i]), config, lora)
         for i in range(count)
     ]
+    if lora is not None:
+        check_lora(members, lora)
+    return [replace(member, seed=sample_seed(seed, "adapter", member.name), recompute=recompute) for member in members]
+
+
+def check_lora(members: Sequence[Member], lora: LoraSettings) -> None:
+    """Refuse adapters that cannot be; loads no weights."""
+    check_quantization(lora)
+    for member in members:
+        if lora.quantization is not None and not isinstance(member.source, str):
+            raise ValueError(f"lora.quantization={lora.quantization!r}: {member.name} is a loaded model; give a name")
+        if member.model_config.get("special_tokens"):
+            raise ValueError(
+                "model_config.special_tokens: LoRA does not train the embeddings of new tokens; leave it out"
+            )
+        if not isinstance(member.source, str) and has_adapter(member.source):
+            raise ValueError(f"{member.name} is a model that has an adapter already; leave lora out to train that one")
+        if isinstance(member.source, str) and is_adapter(member.source):
+            config, _ = read_adapter(member.source)
+            for key, own, given in (("r", lora.r, config.r), ("alpha", lora.alpha, config.lora_alpha)):
+                if own != given:
+                    raise ValueError(
+                        f"lora.{key}={own}: {member.name} goes on with {member.source!r}, which has {given}"
+                    )
+    for member in {member.base_key: member for member in reversed(members)}.values():
+        adapter_size(member, lora)
+
+
+def adapter_size(member: Member, lora: LoraSettings) -> int:
+    """Parameters of an adapter, from the model's config alone."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(member.read_config())
+    return check_target(model, lora, member.name)
+
+
+def check_context(members: Sequence[Member], max_new_tokens: int) -> None:
+    """Refuse answers that leave no room for a prompt. Models without learned positions (ALiBi, Mamba) have no limit."""
+    for member in members:
+        positions = member.read_config().get_text_config().to_dict().get("max_position_embeddings")
+        if positions is not None and max_new_tokens >= positions:
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens}: {member.name} reads at most {positions} tokens, prompt and answer "
+                f"together; use {positions // 2} or fewer, or a model with a longer context"
+            )
 
 
 def load_team(members: Sequence[Member]) -> list[Agent]:
     team = []
+    bases: dict[Any, tuple[PreTrainedModel, str]] = {}
     for member in members:
-        model = load_model(member.source, member.model_config) if isinstance(member.source, str) else member.source
-        tokenizer = member.tokenizer
+        tokenizer, adapter = member.tokenizer, None
         if isinstance(tokenizer, str):
             tokenizer = load_tokenizer(tokenizer, member.model_config)
+        if member.lora is not None or has_adapter(member.source):
+            model, adapter = load_adapted(member, bases)
+        else:
+            model = load_model(member.source, member.model_config) if isinstance(member.source, str) else member.source
         if member.model_config.get("special_tokens"):
             add_special_tokens(model, tokenizer, member.model_config["special_tokens"])
-        team.append(Agent(model, tokenizer, member.name, member.device, member.compute_dtype))
+        if member.recompute:
+            model.gradient_checkpointing_enable()
+        team.append(Agent(model, tokenizer, member.name, member.device, member.compute_dtype, adapter))
     pair = shared_parameter([agent.model for agent in team])
     if pair is not None:
         raise ValueError(
@@ -87,6 +187,52 @@ def load_team(members: Sequence[Member]) -> list[Agent]:
             "separate models (copy.deepcopy), or the name of a model, which is loaded once an agent"
         )
     return team
+
+
+def load_adapted(member: Member, bases: dict[Any, tuple[PreTrainedModel, str]]) -> tuple[PreTrainedModel, Adapter]:
+    """An agent's model with its adapter, around a base that is loaded once a device. bases: those that are there."""
+    source = member.base_source
+
+    def reload(device: torch.device) -> PreTrainedModel:
+        if not isinstance(source, str):
+            raise ValueError(f"{member.name} was given as a loaded model: other processes cannot load its base")
+        return load_base(replace(member, device=device))[0]
+
+    if member.lora is None:  # a model that came with its adapter
+        freeze(source.float())
+        base = without_adapter(source)
+        return source, Adapter(source.peft_config[NAME], base, place_base(base, member), reload)
+    if member.base_key not in bases:
+        bases[member.base_key] = load_base(member)
+    base, digest = bases[member.base_key]
+    config, weights = member.lora.peft_config(embedded.resolve(_name_of(source))), None
+    if isinstance(member.source, str) and is_adapter(member.source):
+        config, weights = read_adapter(member.source)
+    return add_adapter(base, config, member.seed, weights), Adapter(config, base, digest, reload)
+
+
+def load_base(member: Member) -> tuple[PreTrainedModel, str]:
+    """The model without adapters, and the hash of its weights."""
+    source, lora = member.base_source, member.lora
+    if lora is not None and lora.quantization is not None:
+        more = quantized_kwargs(lora.quantization, member.device, member.compute_dtype)
+        kwargs = {**(member.model_config.get("model_kwargs") or {}), **more}
+        model = load_model(source, {**member.model_config, "model_kwargs": kwargs})
+    else:
+        model = (load_model(source, member.model_config) if isinstance(source, str) else source).float()
+    return model, place_base(model.requires_grad_(False).eval(), member)
+
+
+def place_base(model: PreTrainedModel, member: Member) -> str:
+    """Bring a base model's weights into the compute dtype and to the device, in place; the hash of what they were."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    weights = {name: tensor for name, tensor in tensors if isinstance(tensor, nn.Parameter)}
+    digest = tensors_hash(weights)
+    for weight in weights.values():
+        if weight.is_floating_point():  # quantised ones are integers, and are there already
+            weight.data = weight.data.to(member.device, member.compute_dtype)
+    model.to(device=member.device)  # type: ignore[call-arg]  # what else there is, rotary frequencies for one
+    return digest
 
 
 def _sources(agent_model: str | None, agents: Sequence[Any] | None, count: int) -> list[Any]:
@@ -103,6 +249,7 @@ def _sources(agent_model: str | None, agents: Sequence[Any] | None, count: int) 
         raise ValueError(f"agents must be a list, one an agent, not {type(agents).__name__}")
     if len(agents) != count:
         raise ValueError(f"agents has {len(agents)} entries for {count} models")
+    agents = [unwrapped(source, f"agents[{index}]") for index, source in enumerate(agents)]
     for index, source in enumerate(agents):
         if not isinstance(source, (str, PreTrainedModel)):
             raise ValueError(f"agents[{index}] must be a name or a transformers model, not {type(source).__name__}")
@@ -139,15 +286,29 @@ def _tokenizers(tokenizer: Any, sources: list[Any], count: int) -> list[str | Pr
 def load_references(
     agents: Sequence[Agent], devices: str | Sequence[str] | None, wanted: Sequence[bool] | None = None
 ) -> dict[int, nn.Module]:
-    """A frozen copy of each wanted agent's weights as they are now, in its compute dtype; by default on its device."""
+    """A frozen copy of each wanted agent's weights as they are now, in its compute dtype; by default on its device.
+
+    Of an agent with an adapter it is the base model itself, which all agents of it share.
+    """
     places = [agent.device for agent in agents]
     if devices is not None:
         places = [torch.device(name) for name in resolve_devices(devices, len(agents), "reference_devices")]
-    return {
-        index: frozen_copy(agent.model, agent.compute_dtype).to(device=places[index])  # type: ignore[call-arg]
-        for index, agent in enumerate(agents)
-        if wanted is None or wanted[index]
-    }
+    found: dict[int, nn.Module] = {}
+    moved: dict[tuple[int, torch.device], nn.Module] = {}  # bases of adapters that are wanted on other devices
+    for index, (agent, place) in enumerate(zip(agents, places)):
+        if wanted is not None and not wanted[index]:
+            continue
+        if agent.adapter is None:
+            found[index] = frozen_copy(agent.model, agent.compute_dtype).to(device=place)  # type: ignore[call-arg]
+            continue
+        base = agent.adapter.base
+        assert base is not None
+        found[index] = base
+        if place != agent.device:
+            if (id(base), place) not in moved:
+                moved[id(base), place] = copy_on(base, place, {})
+            found[index] = moved[id(base), place]
+    return found
 
 
 def resolve_devices(spec: str | Sequence[str] | None, count: int, key: str = "agent_devices") -> list[str]:

@@ -113,6 +113,12 @@ class AgentPool:
         wait(futures)
         return [future.result() for future in futures]
 
+    def close(self) -> None:
+        """End the threads; the pool then works in turn."""
+        if self.executor is not None:
+            self.executor.shutdown()
+            self.executor = None
+
 
 def check_parallel_training(
     mode: str, devices: Mapping[str, str | Sequence[str] | None], deepspeed: bool = False

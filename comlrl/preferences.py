@@ -76,15 +76,22 @@ class Candidate:
     role_texts: list[str]
 
 
-def candidates(node: Node, ids: Ids, use_return: bool, keep_truncated: bool, source: str = "policy") -> list[Candidate]:
-    """The rewarded joint answers of a node. `use_return`: compare returns, not the turn's own rewards."""
-    found = []
+def rewarded_answers(
+    node: Node, use_return: bool, keep_truncated: bool
+) -> Iterator[tuple[int, list[Completion], float, bool]]:
+    """Number, completions, value and whether one was cut off, of each joint answer that may stand in a pair."""
     values = node.returns if use_return else node.rewards
     for number, (action, value) in enumerate(zip(node.joint_actions, values, strict=True)):
         said = [node.completions[agent][k] for agent, k in enumerate(action)]
         truncated = any(completion.truncated for completion in said)
-        if value is None or (truncated and not keep_truncated):
-            continue
+        if value is not None and (keep_truncated or not truncated):
+            yield number, said, value, truncated
+
+
+def candidates(node: Node, ids: Ids, use_return: bool, keep_truncated: bool, source: str = "policy") -> list[Candidate]:
+    """The rewarded joint answers of a node. `use_return`: compare returns, not the turn's own rewards."""
+    found = []
+    for number, said, value, truncated in rewarded_answers(node, use_return, keep_truncated):
         answer = JointAnswer(
             token_ids=[ids(agent, completion) for agent, completion in enumerate(said)],
             texts=[completion.text for completion in said],

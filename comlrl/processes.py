@@ -6,17 +6,19 @@ for every other as long as it takes: one of them may evaluate, save or score for
 tensors begin, so a time-out set for those never strikes while there is work.
 """
 
+import atexit
 import os
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
+from transformers.integrations import unset_hf_deepspeed_config
 
 from comlrl.signals import Abandoned, StopSignal
 
@@ -62,7 +64,27 @@ def run_script(main: Callable[[], None]) -> None:
             time.sleep(SECONDS_TO_BE_ENDED)  # the launcher names the one that ends first, and ends the others
             os._exit(1)
 
-    record(guarded)()
+    try:
+        record(guarded)()
+    except SystemExit as end:
+        if dist.is_initialized() and isinstance(end.code, int):
+            exit_without_teardown(end.code)
+        raise
+    if dist.is_initialized():
+        exit_without_teardown(0)
+
+
+def exit_without_teardown(code: int) -> NoReturn:
+    """Exit handlers, then out, without taking the interpreter apart.
+
+    One of gloo's threads may still hold a tensor that Python has seen. To free it, it asks for the interpreter; while
+    that is being taken apart the answer is an abort ("terminate called without an active exception"), after a whole
+    run. The threads cannot be joined first: DeepSpeed keeps references to their groups.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class World:
@@ -94,6 +116,9 @@ class World:
             plugin = Accelerator().state.deepspeed_plugin
             assert plugin is not None
             self.deepspeed_config = dict(plugin.deepspeed_config)
+            # The plugin tells transformers of ZeRO-3, which would then divide weights while it loads them: here a model
+            # is loaded whole, and its own engine divides it over its own group.
+            unset_hf_deepspeed_config()
 
     @property
     def is_main(self) -> bool:

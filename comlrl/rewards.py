@@ -26,7 +26,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -56,6 +56,16 @@ class JointReward:
 
     value: float | None
     parts: dict[str, float]
+
+
+class RewardSource(Protocol):
+    """What rewards a turn: the task's functions (`Rewards`), or a learned model."""
+
+    counters: dict[str, int]
+    incidents: list[str]
+    collective: bool  # every process calls it with all calls, and it divides the work itself
+
+    def __call__(self, calls: Sequence[RewardCall]) -> list[list[JointReward]]: ...
 
 
 class RewardContractError(ValueError):
@@ -259,6 +269,8 @@ class Rewards:
                 `none`; rewards and parts that were `nan` or infinite.
     incidents:  one line a failure, with function, node and samples; for the trainer to log and clear.
     """
+
+    collective = False  # several processes divide the calls among them
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from comlrl.generation import Completion, Request, Sampling, generate, sample_se
 from comlrl.memory import Limit
 from comlrl.placement import AgentPool, Placement
 from comlrl.processes import World
-from comlrl.rewards import JointReward, RewardCall, Rewards
+from comlrl.rewards import JointReward, RewardCall, RewardSource
 
 Row = dict[str, Any]
 Answers = dict[tuple[int, int, int], Completion]  # by agent, node of the level, sample
@@ -127,7 +127,7 @@ class Rollouts:
     def __init__(
         self,
         agents: Sequence[Agent],
-        rewards: Rewards,
+        rewards: RewardSource,
         formatters: Sequence[Callable[..., Prompt]],
         transition: Callable[..., Sequence[Prompt]] | None,
         team: Team,
@@ -285,8 +285,12 @@ class Rollouts:
             requests = [Request(level[n].prompt_ids[agent], [seed for _, seed in job]) for n, job in jobs.items()]
             results: list[list[Completion]] = []
             if requests:
+                started = time.perf_counter()
                 with self.agents[agent].awake():
                     results = generate(self.agents[agent], requests, sampling, max_rows)
+                written = sum(len(completion.token_ids) for each in results for completion in each)
+                read = sum(len(request.prompt_ids) for request in requests)
+                self.agents[agent].worked("generate", started, read + written)
             return {
                 (agent, n, k): completion
                 for (n, job), completions in zip(jobs.items(), results, strict=True)
@@ -353,7 +357,7 @@ class Rollouts:
 
     def _rewards_of(self, calls: list[RewardCall]) -> list[list[JointReward]]:
         """Each joint answer is scored once, in one of the processes."""
-        if self.world.alone:
+        if self.world.alone or self.rewards.collective:
             return self.rewards(calls)
         mine = range(self.world.rank, len(calls), self.world.size)
         before, told = dict(self.rewards.counters), self.rewards.incidents

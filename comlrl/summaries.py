@@ -134,12 +134,15 @@ def completion_records(roots: Sequence[Node], kind: str, rollout: int) -> list[d
 
 
 class TokenMeter:
-    """Token means of one agent's logged tensors, by turn, over the micro-batches of a step."""
+    """Token means of one agent's logged tensors, by turn, over the micro-batches of a step.
+
+    A mean is over the tokens of the batches that logged its key: a loss of a fork's own may have more keys in some.
+    """
 
     def __init__(self, index: int):
         self.index = index
         self.sums: dict[str, float] = {}
-        self.tokens: dict[int, float] = {}
+        self.tokens: dict[str, float] = {}  # behind each sum that is a mean
         self.values = ValueMeter(f"agent_{index}")
 
     def add(self, batch: MicroBatch, logged: dict[str, Tensor], weighted_loss: Tensor) -> None:
@@ -147,9 +150,8 @@ class TokenMeter:
         for turn in sorted({s.turn for s in batch.samples}):
             here = (turns == turn)[:, None] & batch.completion_mask.bool()
             prefix = f"agent_{self.index}/turn_{turn + 1}"
-            self.tokens[turn] = self.tokens.get(turn, 0.0) + float(here.sum())
             for key, values in logged.items():
-                self._add(f"{prefix}/{key}", float(values[here].double().sum()))
+                self._add(f"{prefix}/{key}", float(values[here].double().sum()), float(here.sum()))
             self._add(f"{prefix}/loss", float(weighted_loss[here].double().sum()))
             for key, values in batch.logged.items():
                 self.values.add(turn, key, values[turns == turn])
@@ -159,25 +161,21 @@ class TokenMeter:
     def merge(self, other: "TokenMeter") -> None:
         """Take in what another process has measured."""
         self.values.merge(other.values)
-        for turn, count in other.tokens.items():
-            self.tokens[turn] = self.tokens.get(turn, 0.0) + count
         for key, value in other.sums.items():
             if key.endswith("/sampler_gap_max"):
                 self.sums[key] = max(self.sums.get(key, 0.0), value)
             else:
-                self._add(key, value)
+                self._add(key, value, other.tokens.get(key))
 
-    def _add(self, key: str, value: float) -> None:
+    def _add(self, key: str, value: float, tokens: float | None = None) -> None:
         self.sums[key] = self.sums.get(key, 0.0) + value
+        if tokens is not None:
+            self.tokens[key] = self.tokens.get(key, 0.0) + tokens
 
     def metrics(self) -> Metrics:
         """Token means; the loss is a sum of weighted terms already, and the largest gap a maximum."""
-        whole = ("/loss", "/sampler_gap_max")
-        result = {}
-        for key, value in self.sums.items():
-            turn = int(key.split("/turn_")[1].split("/")[0]) - 1
-            result[key] = value if key.endswith(whole) else value / max(self.tokens[turn], 1.0)
-        return result | self.values.metrics()
+        means = {key: value / max(self.tokens.get(key, 1.0), 1.0) for key, value in self.sums.items()}
+        return means | self.values.metrics()
 
 
 class ValueMeter:
@@ -262,7 +260,7 @@ def rollout_samples(root: Node, samples: Mapping[int, Sequence[Sequence[Sample]]
                         old_value=sample.value if sample else 0.0,
                         reward=reward,
                         returns=value,
-                        advantage=sample.raw_advantage if sample else 0.0,
+                        advantage=sample.advantage if sample else 0.0,
                         metadata=metadata,
                     )
                 )

@@ -7,10 +7,26 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from comlrl.logprobs import recomputing
 
 HEAD_FILE = "value_head.safetensors"
 BACKBONE, HEAD = "backbone.", "value_head."  # what parameter names begin with
+
+
+def without_language(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, fix: str) -> None:
+    """Prepare a backbone that only says numbers: no gradient is asked for its language-model head.
+
+    Raises ValueError, with `name` and `fix`, if it cannot embed all ids of its tokenizer.
+    """
+    embeddings: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= embeddings:
+        raise ValueError(f"{name}: its tokenizer has ids up to {highest}, its model embeds {embeddings}; {fix}")
+    head = model.get_output_embeddings().weight
+    if head is not model.get_input_embeddings().weight:
+        head.requires_grad_(False)
 
 
 @dataclass
@@ -97,7 +113,8 @@ class CausalLMWithValueHead(nn.Module):
         The language-model head is not run, and pads cannot act: they come after every token that is read.
         """
         assert self.value_head is not None
-        output = self.backbone.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        with recomputing(self.backbone):
+            output = self.backbone.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         rows = torch.arange(len(input_ids), device=input_ids.device)
         return self.value_head(output.last_hidden_state[rows, attention_mask.sum(1) - 1])
 

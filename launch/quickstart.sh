@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two agents learn a task together: the embedded model on a CPU (or the first GPU), about ten minutes on 2 cores.
+# Two agents learn a task together: the embedded model on a CPU (or the first GPU), five minutes on 2 cores that multiply bf16.
 # Further arguments are settings: bash launch/quickstart.sh args.seed=1
 set -euo pipefail
 cd "$(dirname "$0")/.."

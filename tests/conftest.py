@@ -1,6 +1,7 @@
 """Shared by all tests: no network, one thread, a working directory of its own, and a few small models on disk."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
@@ -12,8 +13,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from comlrl import embedded
 from comlrl.agents import Agent
+from comlrl.rewards import Rewards
 
 torch.set_num_threads(1)  # the models are so small that a second thread only costs
+
+
+@pytest.fixture(autouse=True)
+def signals_are_not_ignored():
+    """`nohup` and `&` of a shell start programs with SIGHUP and SIGINT ignored, and children would inherit that."""
+    wanted = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +33,20 @@ def working_directory(tmp_path, monkeypatch):
     """Each test runs in an empty folder, so that `runs/` and the like never land in the repository."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def make_rewards():
+    """`Rewards`, closed after the test."""
+    built = []
+
+    def make(*args, **kwargs):
+        built.append(Rewards(*args, **kwargs))
+        return built[-1]
+
+    yield make
+    for rewards in built:
+        rewards.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,56 @@ def test_a_shared_backbone_is_run_once_for_policy_and_value():
     trainer.agents[0].model.base_model.register_forward_hook(lambda m, i, o: calls.append(torch.is_grad_enabled()))
     trainer.train()
     assert calls.count(True) == 2 * trainer.step  # prompts, and answers on their cache
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_actors_log_probs_are_computed_once(name):
+    """One step a rollout: the old log-prob is the new one, so the actor runs only to sample and to learn."""
+    kind, settings = KINDS[name]
+    trainer = play(kind, micro_batch_tokens=10**5, rollout_buffer_size=12, **settings)
+    sampling, calls = [False], []
+    expand = trainer.rollouts.expand
+
+    def watched(*args, **kwargs):
+        sampling[0] = True
+        result = expand(*args, **kwargs)
+        sampling[0] = False
+        return result
+
+    trainer.rollouts.expand = watched
+    backbone = trainer.agents[0].model.base_model
+    backbone.register_forward_hook(lambda m, i, o: None if sampling[0] else calls.append(torch.is_grad_enabled()))
+    trainer.train()
+    assert trainer.step > 0
+    assert calls.count(True) == 2 * trainer.step  # prompts, and answers on their cache
+    # A head on the actor says the baseline before the step, from the prompts alone.
+    assert calls.count(False) == (trainer.step if name == "shared" else 0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_agents_on_devices_of_their_own_learn_the_same_with_lasting_threads(name):
+    kind, settings = KINDS[name]
+    settings = {"num_train_epochs": 2, "run_name": "run", "reference_kl_enabled": True, **settings}
+    serial = play(kind, **settings)
+    devices = {"agent_devices": ["cpu", "cpu:0"]} | ({} if name == "shared" else {"critic_devices": "cpu"})
+    parallel = play(kind, **settings, parallel_training="mp", **devices)
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("agent")}
+    threads = []
+    learn = parallel.learn
+
+    def watched(*args):
+        threads.append(threading.current_thread())
+        return learn(*args)
+
+    parallel.learn = watched
+    for trainer in (serial, parallel):
+        trainer.train()
+    assert_same_run(serial, parallel)
+    assert all(torch.equal(value, all_weights(parallel)[name]) for name, value in all_weights(serial).items())
+    assert len(threads) == 2 * parallel.step
+    assert len({thread.name for thread in threads}) <= 2  # a pool for each call would not name them so
+    parallel.close()
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("agent")} <= before
 
 
 @pytest.mark.parametrize("kind", [IACTrainer, MAACTrainer])

@@ -10,7 +10,7 @@ from ac_team import play
 from tiny_team import build_model, build_tokenizer
 
 from comlrl import credit, losses
-from comlrl.agents import Agent, completion_logprobs
+from comlrl.agents import Agent
 from comlrl.batches import Sample, collate
 from comlrl.critics import (
     RunningStatistics,
@@ -23,6 +23,7 @@ from comlrl.critics import (
     value_item,
 )
 from comlrl.engine import Engine, OptimizerSettings
+from comlrl.logprobs import completion_logprobs
 from comlrl.models import CausalLMWithValueHead, ValueHead
 from comlrl.rollouts import Node, joint_actions, walk
 from comlrl.trainers import IACTrainer, MAACTrainer
@@ -229,7 +230,7 @@ def test_values_and_log_probs_are_without_dropout(load_agent, gpt2):
     first = head_outputs(model, agent, items, agent.device)
     assert torch.equal(first, head_outputs(model, agent, items, agent.device))
     batch = collate([sample([1, 2], [3, 4])], agent)
-    one, other = (policy_and_values(model, batch, 1.0, "value", False) for _ in range(2))
+    one, other = (policy_and_values(model, batch, agent.finish, 1.0, "value", False) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one, other))
 
 
@@ -238,13 +239,17 @@ def sample(prompt, answer):
 
 
 @pytest.mark.parametrize("of_actions", [False, True])
-def test_gradients_of_one_shared_forward_are_those_of_two_separate_ones(valuer, of_actions):
+@pytest.mark.parametrize("chunked", [False, True])
+def test_gradients_of_one_shared_forward_are_those_of_two_separate_ones(valuer, of_actions, chunked, monkeypatch):
+    monkeypatch.setattr("comlrl.logprobs.CHUNK", 6)
+    monkeypatch.setattr("comlrl.logprobs.KEPT", 0)
     batch = collate([sample([0, 2, 1], [0, 1, 2]), sample([0, 2, 1], [1, 2]), sample([1], [2])], valuer)
     model = valuer.value_model
     parameters = [p for p in model.parameters() if p.requires_grad]
     calls = []
     hook = model.backbone.base_model.register_forward_hook(lambda *_: calls.append(1))
-    logprobs, entropies, values = policy_and_values(model, batch, 0.7, "gradient", of_actions)
+    finish = valuer.finish if chunked else None
+    logprobs, entropies, values = policy_and_values(model, batch, finish, 0.7, "gradient", of_actions)
     hook.remove()
     assert len(calls) == 2  # prompts, and answers on the prompts' cache: as the policy alone
     shared = torch.autograd.grad(logprobs.sum() - 0.3 * entropies.sum() + (values**2).sum(), parameters)

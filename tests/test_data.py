@@ -119,7 +119,6 @@ def from_generator():
 
 @pytest.mark.parametrize("build", [Stream, TorchStream, from_generator])
 def test_iterables_come_in_their_own_order_and_can_be_read_again(build):
-    """W58."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         source = RowSource(build(), "train_dataset", 3, shuffle=False)

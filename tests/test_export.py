@@ -9,8 +9,9 @@ from stopping import reward, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from comlrl import checkpoint
-from comlrl.agents import Agent, completion_logprobs
+from comlrl.agents import Agent
 from comlrl.export import export, main
+from comlrl.logprobs import completion_logprobs
 from comlrl.trainers import MAGRPOConfig, MAGRPOTrainer
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from comlrl.agents import Agent, completion_logprobs
+from comlrl.agents import Agent
 from comlrl.generation import (
     Request,
     Sampling,
@@ -17,6 +17,7 @@ from comlrl.generation import (
     sample_seed,
 )
 from comlrl.loading import load_references
+from comlrl.logprobs import completion_logprobs
 
 PROMPTS = [list(b"a long prompt, longer than others: "), list(b"hi"), list(b"middle"), list(b"mirror")]
 CPU = torch.device("cpu")
@@ -145,7 +146,7 @@ def test_consecutive_tokens_of_one_seed_are_independent_draws(load_agent, tiny):
 
 
 def test_without_top_k_the_whole_vocabulary_is_sampled(load_agent, tiny):
-    """W27: `top_k: None` once meant 50."""
+    """`top_k: None` once meant 50."""
     agent = load_agent(tiny)
     seeds = list(range(1500))
     (completions,) = generate(agent, [Request(PROMPTS[0], seeds)], Sampling(max_new_tokens=1), max_rows=1500)
@@ -267,7 +268,7 @@ def greedy_answer(agent, prompt, count):
 
 
 def test_any_of_several_eos_ids_ends_an_answer_and_is_kept(load_agent, tiny):
-    """B01, and W59: what ends it is in the token ids, not in the text."""
+    """What ends it is in the token ids, not in the text."""
     agent = sharpen(load_agent(tiny))
     free = greedy_answer(agent, PROMPTS[0], 30).token_ids
     first = {token: free.index(token) for token in free}
@@ -290,7 +291,7 @@ def test_eos_id_zero_ends_an_answer(tiny):
 
 
 def test_a_prompt_that_holds_eos_with_pad_equal_eos(load_agent, tiny):
-    """W5: answers were cut out of the prompt at its first pad id."""
+    """Answers were cut out of the prompt at its first pad id."""
     agent = sharpen(load_agent(tiny))
     agent.tokenizer.pad_token = agent.tokenizer.eos_token
     agent.pad_id = eos = agent.tokenizer.eos_token_id
@@ -420,7 +421,7 @@ def test_bf16_sampling_stays_close_to_the_learner_far_into_the_context(load_agen
 
 
 def test_errors_keep_their_type(load_agent, tiny):
-    """W60: an out-of-memory error was re-raised as a ValueError."""
+    """An out-of-memory error was re-raised as a ValueError."""
     agent = load_agent(tiny)
 
     def out_of_memory(module, inputs):

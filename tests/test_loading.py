@@ -75,7 +75,7 @@ def test_flash_attention_is_refused_where_it_cannot_run():
 
 
 def test_the_same_model_object_twice_is_refused(model, tokenizer):
-    """W50: two optimizers silently fought over one set of weights."""
+    """Two optimizers silently fought over one set of weights."""
     with pytest.raises(ValueError, match=r"the same model object is given for two agents.*copy\.deepcopy"):
         check(agents=[model, model], tokenizer=tokenizer)
 
@@ -131,7 +131,7 @@ def test_agent_model_may_repeat_what_agents_say(tiny, model, tokenizer):
 
 
 def test_special_tokens_widen_the_embeddings(tiny, model, tokenizer):
-    """W56: token ids were out of range at first use."""
+    """Token ids were out of range at first use."""
     special = {"special_tokens": {"additional_special_tokens": ["<start>", "<stop>"]}}
     team = load_team(check(agents=[tiny, model], tokenizer=[None, tokenizer], model_config=special))
     for agent in team:
@@ -169,7 +169,7 @@ def test_model_config_reaches_from_pretrained(tiny):
     ],
 )
 def test_a_dtype_is_what_is_computed_in_and_weights_stay_fp32(config):
-    """W52, W16: wherever it stands."""
+    """Wherever it stands."""
     (agent,) = load_team(check("tiny", count=1, model_config=config))
     assert agent.compute_dtype == torch.bfloat16
     assert {p.dtype for p in agent.model.parameters()} == {torch.float32}

@@ -5,6 +5,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from preference_team import build
 from stopping import reward
@@ -12,6 +14,7 @@ from stopping import reward
 from comlrl.generation import Completion
 from comlrl.preferences import candidates, encode_answer, node_pairs, read_lines
 from comlrl.rollouts import Node
+from comlrl.signals import StopSignal
 from comlrl.trainers.preference import MADPOTrainer
 
 
@@ -84,12 +87,46 @@ def test_selections():
     assert names(pairs_of(node, "random", 2, 3)[0]) == names(pairs_of(node, "random", 2, 3)[0])
 
 
+def test_every_answer_of_the_policy_meets_every_one_of_the_comparator():
+    """3 and 2 answers are 6 meetings; best answer of the comparator first, then the largest margin."""
+    ours, theirs = node_of("ab", [0.0, 5.0]), node_of("cde", [1.0, 2.0, 5.0])
+    first, second = (candidates(node, lambda agent, c: list(c.token_ids), True, True) for node in (ours, theirs))
+
+    def against(selection, limit=None):
+        counts = Counter()
+        found = node_pairs(ours, first, second, selection=selection, limit=limit, seed=0, counts=counts)
+        return names(found), counts
+
+    found, counts = against("comparator_reward")
+    assert found == [("e", "a"), ("b", "d"), ("d", "a"), ("b", "c"), ("c", "a")]
+    assert counts == {"pairs": 5, "ties": 1, "over_limit": 0}
+    assert against("comparator_reward", 2)[0] == found[:2]
+    assert against("reward_gap", 2)[0] == [("e", "a"), ("b", "c")]
+    assert set(against("all")[0]) == set(found)
+
+
 def test_rewards_or_returns_are_compared_and_truncated_answers_can_be_left_out():
     node = node_of("ab", [0.0, 1.0])
     node.returns = [5.0, 1.0]
     assert names(pairs_of(node)[0]) == [("a", "b")]
     assert names(pairs_of(node, use_return=False)[0]) == [("b", "a")]
     assert pairs_of(node_of("ab", [0.0, 1.0], truncated=[1]), keep_truncated=False)[0] == []
+
+
+def test_candidates_are_sampled_in_micro_batches_and_are_the_same():
+    seen, pairs = [], []
+    for rows in (3, 1000):
+        trainer = build(generation_batch_rows=rows, preference_num_candidates=7, eval_interval=0, max_steps=1)
+        sizes = []
+        embeddings = trainer.agents[0].sampler.get_input_embeddings()
+        hook = embeddings.register_forward_hook(lambda module, inputs, output, sizes=sizes: sizes.append(len(output)))
+        while trainer.phase == "sampling":
+            trainer.next_piece(trainer.sampling, StopSignal())
+        hook.remove()
+        seen.append(max(sizes))
+        pairs.append(trainer.pairs)
+    assert seen[0] <= 3 < seen[1]
+    assert pairs[0] == pairs[1] != []
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -146,6 +183,16 @@ def test_a_users_file_needs_only_texts():
     assert pair.rejected.token_ids == [[3, eos], [4, eos]]
     assert pair.prompt_ids == [[0, 1], [0, 1]]
     assert trainer.step > 0
+
+
+def test_a_users_parquet_file_needs_only_texts_too():
+    columns = {"prompt": ["ab", "c"], "chosen": [["c", ""], ["a", "b"]], "rejected": [["d", "e"], ["b", "b"]]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), "mine.parquet")
+    trainer = build(preference_file="mine.parquet", data=[], max_steps=1)
+    trainer.train()
+    assert [(pair.chosen.texts, pair.rejected.texts) for pair in trainer.pairs] == list(
+        zip(columns["chosen"], columns["rejected"])
+    )
 
 
 MISTAKES = {

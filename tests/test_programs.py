@@ -5,12 +5,15 @@ import importlib
 import inspect
 import json
 import math
+import re
 
 import pytest
 import torch
+import wandb
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import comlrl.utils
 from comlrl import embedded
 from comlrl.trainers.reinforce import (
     CentralizedMAGRPOConfig,
@@ -136,7 +139,10 @@ def test_tutorial_of_a_resumed_run(working_directory):
     """Two epochs, then two more from the checkpoint, one W&B run (offline here)."""
     first = build(num_train_epochs=2, wandb_config={"project": "p", "name": "n"})
     first.train(checkpoint_dir="ckpt")
+    first.save_model("out")
+    assert wandb.run.id == first.run.wandb_state()["id"]  # saving once ended the W&B run
     first.close()
+    assert wandb.run is None
     meta = read_checkpoint_metadata("ckpt/checkpoint-2")
     assert meta.keys() >= {"version", "trainer_class", "sequence", "run_id", "wandb"}
     assert (meta["trainer_class"], meta["sequence"]) == ("MAGRPOTrainer", 2)
@@ -155,15 +161,23 @@ def test_tutorial_of_a_resumed_run(working_directory):
 
 # ---- names -----------------------------------------------------------------------------------------
 
-FAMILY = {
-    f"{algorithm}{kind}"
-    for algorithm in ("MAGRPO", "MAREINFORCE", "MAReMax", "MARLOO")
-    for kind in ("Config", "Trainer")
-}
+
+def pairs(*algorithms):
+    return {f"{algorithm}{kind}" for algorithm in algorithms for kind in ("Config", "Trainer")}
+
+
+REINFORCE = pairs("MAGRPO", "MAREINFORCE", "MAReMax", "MARLOO")
+CRITICS = {*pairs("IAC", "MAAC"), "ActorCriticTrainerBase"}
+PREFERENCES = {*pairs("MADPO", "MARLHF"), "JointRewardModel"}
 NAMES = {
     "comlrl": {"__version__"},
-    "comlrl.trainers": FAMILY,
-    "comlrl.trainers.reinforce": {*FAMILY, "CentralizedMAGRPOConfig", "CentralizedMAGRPOTrainer"},
+    "comlrl.trainers": REINFORCE | CRITICS | PREFERENCES,
+    "comlrl.trainers.reinforce": REINFORCE | pairs("CentralizedMAGRPO"),
+    "comlrl.trainers.actor_critic": CRITICS | {"RolloutSample"},
+    "comlrl.trainers.preference": PREFERENCES
+    | pairs("MADPOIter", "MARLHFIter")
+    | {"CentralizedComparatorAdapter", "CentralizedComparatorParseError", "TaggedCentralizedComparatorAdapter"},
+    "comlrl.models": {"CausalLMWithValueHead", "ValueHead", "ActorCriticOutput"},
     "comlrl.utils": {"RewardProcessors", "build_formatters", "read_checkpoint_metadata"}
     | {"resolve_reward_range", "set_reward_range"},
     "comlrl.utils.reward_processor": {"RewardProcessors"},
@@ -326,6 +340,16 @@ def test_one_module_for_two_agents_is_refused():
 def test_the_device_scheduler_is_gone():
     with pytest.raises(ValueError, match="DeviceScheduler is gone: set agent_devices"):
         from comlrl.schedulers import DeviceScheduler  # noqa: F401
+    with pytest.raises(ValueError, match=r"comlrl\.utils\.unwrap_model is gone: nothing is needed"):
+        from comlrl.utils import unwrap_model  # noqa: F401
+    with pytest.raises(ImportError):
+        from comlrl.utils import nothing_like_this  # noqa: F401
+
+
+def test_what_replaces_a_published_name_exists():
+    for advice in comlrl.utils.REPLACED.values():
+        for module, name in re.findall(r"comlrl\.(\w+)\.(\w+)", advice):
+            assert name in vars(importlib.import_module(f"comlrl.{module}"))
     with pytest.raises(ImportError):
         from comlrl.schedulers import Other  # noqa: F401
 

@@ -25,7 +25,7 @@ def weights_of(trainer):
 
 @pytest.mark.parametrize("aggregation", ["sequence_sum", "token_mean"])
 def test_a_run_does_not_depend_on_micro_batches(aggregation):
-    """B09: answers of unlike lengths, one sample at a time or all at once: the same run."""
+    """Answers of unlike lengths, one sample at a time or all at once: the same run."""
     results = []
     # With a large epsilon AdamW's steps are smooth in the gradient; else the sign of a rounding error is a step.
     choices = {"turns": 2, "loss_aggregation": aggregation, "max_steps": 3, "adam_eps": 1.0, "agent_learning_rate": 1.0}
@@ -57,7 +57,7 @@ class Watching(MAGRPOTrainer):
 
 @pytest.mark.parametrize("override", [False, True], ids=["setting", "train(temperature=...)"])
 def test_trained_logprobs_are_at_the_sampling_temperature(override):
-    """B15: log_softmax(logits / 0.5) at the sampled ids, by a plain forward of each sequence."""
+    """Log_softmax(logits / 0.5) at the sampled ids, by a plain forward of each sequence."""
     trainer = build(Watching, max_steps=1, **({} if override else {"temperature": 0.5}))
     trainer.seen = []
     models = [copy.deepcopy(agent.model) for agent in trainer.agents]
@@ -93,7 +93,7 @@ def unlike_team(tiny, tiny_other, gpt2, **changes):
 
 
 def test_unlike_agents_train_evaluate_save_and_resume(tiny, tiny_other, gpt2, working_directory):
-    """B21: each agent with its own model, tokenizer and template, through the whole life of a run."""
+    """Each agent with its own model, tokenizer and template, through the whole life of a run."""
     trainer = unlike_team(tiny, tiny_other, gpt2)
     assert [len(agent.tokenizer) for agent in trainer.agents] == [258, 260, 258]
     (root,), _ = trainer.rollouts.expand([(0, {"prompt": "one"})], trainer.shape, trainer.sampling, ("seed",))
@@ -126,17 +126,17 @@ def test_unlike_agents_train_evaluate_save_and_resume(tiny, tiny_other, gpt2, wo
 
 
 def test_what_is_imported_is_required():
-    """W66: torch was missing from the requirements. (psutil comes with accelerate, requests with wandb.)"""
+    """torch was missing from the requirements."""
     text = (ROOT / "requirements.txt").read_text()
     required = {match.lower() for match in re.findall(r"^([A-Za-z0-9_-]+)", text, re.M)}
     imported = set()
-    for path in [*(ROOT / "comlrl").rglob("*.py"), ROOT / "train_magrpo.py"]:
+    for path in [*(ROOT / "comlrl").rglob("*.py"), *ROOT.glob("train_*.py"), *(ROOT / "launch").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 imported.add(node.module.partition(".")[0])
-    known = {*sys.stdlib_module_names, "comlrl", "psutil", "requests"}
+    known = {*sys.stdlib_module_names, "comlrl"}
     foreign = {{"yaml": "pyyaml"}.get(name, name) for name in imported - known}
     assert {"torch", "transformers", "pyyaml"} <= foreign
     assert foreign <= required

@@ -8,9 +8,9 @@ import torch
 
 import comlrl.rollouts
 from comlrl import credit
-from comlrl.agents import completion_logprobs
 from comlrl.generation import Completion, Sampling, generate, left_pad, right_pad, sample_seed
 from comlrl.loading import build_formatters
+from comlrl.logprobs import completion_logprobs
 from comlrl.rewards import Rewards
 from comlrl.rollouts import Rollouts, Team, TreeShape, joint_actions, walk
 from comlrl.trainers import MAGRPOConfig, MAGRPOTrainer
@@ -100,7 +100,7 @@ def test_joint_actions():
 
 
 def test_cross_credit_is_the_mean_over_the_joint_actions_that_hold_a_completion(team):
-    """W15: `cross` once credited the first K of the K^n returns."""
+    """`cross` once credited the first K of the K^n returns."""
     shape = TreeShape(num_generations=3, joint_mode="cross")
     (root,), _ = build(team(2)).expand(ROWS[:1], shape, SAMPLING, KEY)
     table = torch.tensor(root.returns, dtype=torch.float64).view(3, 3)
@@ -111,7 +111,7 @@ def test_cross_credit_is_the_mean_over_the_joint_actions_that_hold_a_completion(
 
 @pytest.mark.parametrize("greedy_baseline", [False, True])
 def test_one_generation_call_an_agent_and_turn(team, monkeypatch, greedy_baseline):
-    """W32. Also the greedy baselines of all turns ride along, and token ids stay as they are (B06)."""
+    """Also the greedy baselines of all turns ride along, and token ids stay as they are."""
     calls = []
 
     def counted(agent, requests, sampling, max_rows):
@@ -129,7 +129,7 @@ def test_one_generation_call_an_agent_and_turn(team, monkeypatch, greedy_baselin
 
 
 def test_token_ids_reach_training_as_they_were_generated(team, monkeypatch):
-    """B06: "<eos>" spelled in five bytes; its text would be encoded as the one end token."""
+    """Five bytes that spell "<eos>"; their text would be encoded as the one end token."""
     spelled = list(map(team(1)[0].tokenizer.convert_tokens_to_ids, "<eos>"))
     given = []
 
@@ -168,7 +168,7 @@ def test_after_branch_once_every_path_is_one_trajectory(team):
 
 
 def test_agents_of_other_sizes_vocabularies_and_tokenizers(load_agent, tiny, tiny_other, gpt2):
-    """B21: each agent's ids come from its own tokenizer and go to its own model."""
+    """Each agent's ids come from its own tokenizer and go to its own model."""
     agents = [load_agent(folder, f"agent_{i}") for i, folder in enumerate((tiny, tiny_other, gpt2))]
     shape = TreeShape(num_turns=2, num_generations=2)
     rows = [(0, {"prompt": "a<x>b"})]
@@ -190,7 +190,7 @@ def test_agents_of_other_sizes_vocabularies_and_tokenizers(load_agent, tiny, tin
 
 
 def test_histories_equal_what_was_fed(team):
-    """W57: per role and branch, the formatted prompts and the answers of that branch only."""
+    """Per role and branch, the formatted prompts and the answers of that branch only."""
     agents = team(2)
     seen = []
 
@@ -358,7 +358,7 @@ def test_a_builtin_without_signature_is_a_formatter(team):
 
 
 def test_a_row_of_ten_times_the_limit_is_left_out_and_counted(team):
-    """B08: in the middle of a batch; the others go on as if it were not there."""
+    """In the middle of a batch; the others go on as if it were not there."""
     agents = team(2)
     rows = [ROWS[0], (7, {"prompt": "x" * 500}), ROWS[1]]
     shape = TreeShape(num_turns=2, num_generations=2)
@@ -394,7 +394,7 @@ def test_a_branch_over_the_limit_ends_and_is_counted(team):
 
 
 def test_returns_are_discounted_means_of_the_child(team):
-    """W10: R = r + discount * mean of the child's returns, over three turns."""
+    """R = r + discount * mean of the child's returns, over three turns."""
     shape = TreeShape(num_turns=3, num_generations=2, discount=0.5)
     (root,), _ = build(team(2)).expand(ROWS[:1], shape, SAMPLING, KEY)
 
@@ -454,7 +454,7 @@ def test_early_termination_needs_a_mean_above_the_threshold(team):
 
 
 def test_high_rewards_end_nothing_without_a_threshold(team):
-    """W9: rewards of 0 and above once ended every run after its first turn."""
+    """Rewards of 0 and above once ended every run after its first turn."""
     rollouts = build(team(1), reward=lambda c1: [1e6] * len(c1))
     (root,), _ = rollouts.expand(ROWS[:1], TreeShape(num_turns=3, num_generations=1), SAMPLING, KEY)
     assert len(list(walk([root]))) == 3

@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 
 import train_ac
 import train_magrpo
+import train_pbrl
 from comlrl.config import load_object
 from comlrl.evaluate import main as evaluate
-from comlrl.trainers import ACTOR_CRITIC_ALGORITHMS
+from comlrl.trainers import ACTOR_CRITIC_ALGORITHMS, PREFERENCE_ALGORITHMS, REINFORCE_ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -59,14 +60,18 @@ def test_smoke_learns_on_other_seeds(tmp_path, seed):
         assert last[key] - first[key] >= 0.2
 
 
+SCRIPTS = {
+    **dict.fromkeys(REINFORCE_ALGORITHMS, train_magrpo),
+    **dict.fromkeys(ACTOR_CRITIC_ALGORITHMS, train_ac),
+    **dict.fromkeys(PREFERENCE_ALGORITHMS, train_pbrl),
+}
 FROM_THE_HUB = ("classeval",)  # configs whose rows are nowhere else; the offline rows of the task stand in
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_passes_a_dry_run(config, capsys):
     """With the tiny model, since the dry run of another one would have to convert it first."""
-    algorithm = OmegaConf.load(config).algorithm
-    script = train_ac if algorithm in ACTOR_CRITIC_ALGORITHMS else train_magrpo
+    script = SCRIPTS[OmegaConf.load(config).algorithm]
     rows = ["task_args.dataset=written"] if config.stem in FROM_THE_HUB else []
     script.main(["--config", str(config), "model=tiny", *rows, "--dry-run"])
     plan = capsys.readouterr().out
@@ -111,7 +116,7 @@ def readme_block(language, containing):
 
 
 def test_the_readmes_reward_runs_as_pasted(tmp_path, monkeypatch):
-    """B44: a reward in ten lines."""
+    """A reward in ten lines."""
     monkeypatch.chdir(tmp_path)
     Path("my_reward.py").write_text(readme_block("python", "def short_and_long"))
     command = readme_block("bash", "my_reward.py").strip()
@@ -153,6 +158,26 @@ def test_a_task_of_ones_own_with_every_algorithm(tmp_path, monkeypatch, algorith
     assert len(lines(run, "train")) == 2
     for line in lines(run, "train"):
         assert 0.5 <= line["reward_mean"] <= 2.5
+    evaluate([str(run), "--samples", "2"])
+    assert (run / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize("form", PREFERENCE_ALGORITHMS)
+def test_preferences_go_on_where_they_were_and_are_evaluated(tmp_path, monkeypatch, form):
+    """Two steps, then `--resume auto` for two more; then the command that evaluates a run."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(TASK)
+    words = [f"algorithm={form}", "model=tiny", "task=mine.py:longest", "args.preference_num_candidates=6"]
+    words += ["args.max_new_tokens=4", "args.preference_pairs_per_sample=4", "args.run_name=run"]
+    train_pbrl.main([*words, "args.max_steps=2"])
+    train_pbrl.main([*words, "args.max_steps=4", "--resume", "auto"])
+    assert [path.name for path in Path("runs").iterdir()] == ["run"]
+    run = Path("runs/run")
+    assert [line["step"] for line in lines(run, "train") if "skipped_step" in line] == [1, 2, 3, 4]
+    assert {line["step"] for line in lines(run, "eval")} >= {0, 4}
+    assert (run / "model" / "agent_1").is_dir()
+    assert (run / "model" / "reward_model").is_dir() == form.startswith("marlhf")
+    assert len(list(run.rglob("preferences.jsonl")) + list(run.rglob("preferences/iteration_*.jsonl"))) >= 1
     evaluate([str(run), "--samples", "2"])
     assert (run / "evaluation.json").exists()
 

@@ -295,9 +295,10 @@ def test_forward_gives_the_launchers_code(program, code):
 
 def test_forward_leaves_nobody_behind(tmp_path):
     """A stray that the worker started in its session, and that nobody waits for."""
-    program = "import subprocess; print(subprocess.Popen(['sleep', '300']).pid, flush=True)"
+    worker = "import subprocess; print(subprocess.Popen(['sleep', '300']).pid, flush=True)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
     done = subprocess.run(
-        [*FORWARD, sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE, timeout=40
+        [*FORWARD, sys.executable, "-c", launcher], env=ENVIRONMENT, stdout=subprocess.PIPE, timeout=40
     )
     with suppress(psutil.NoSuchProcess):
         assert psutil.Process(int(done.stdout)).status() == psutil.STATUS_ZOMBIE

@@ -1,10 +1,4 @@
-"""Known faults of other systems, at the level of the trainer: each must not come back here.
-
-B and W numbers are those of a list of faults. Many are tested at the level of their own part:
-B09 W2 W3 W33 W68 test_trainer_gradient (the plain twin, micro-batches), B13 W13 test_agents, B35 W4 W14 test_rewards,
-B36 B37 B38 W19 test_faults and test_rewards, W1 test_credit, W9 W10 W15 W32 W65 test_rollouts, W27 W60 test_generation,
-W48 W49 test_trainer_settings, W50 W52 test_loading, W65 test_centralized.
-"""
+"""Known faults of other systems, at the level of the trainer: each must not come back here."""
 
 import asyncio
 import copy
@@ -108,7 +102,7 @@ def seen_ratios(trainer):
 
 
 def test_the_algorithms_differ_by_default():
-    """W1: a z-score after the baseline made four algorithms one."""
+    """A z-score after the baseline made four algorithms one."""
     results = {}
     for name in ("mareinforce", "magrpo", "marloo", "maremax"):
         trainer = build(REINFORCE_ALGORITHMS[name][1], max_steps=1)
@@ -129,7 +123,7 @@ def test_the_algorithms_differ_by_default():
 
 @pytest.mark.parametrize("kind", [MAGRPOTrainer, MARLOOTrainer])
 def test_a_group_of_equal_rewards_moves_no_weight(kind):
-    """B11: and the line says that nothing was to be learned."""
+    """And the line says that nothing was to be learned."""
     trainer = build(kind, {"reward_func": lambda first, second: [0.1 * 3] * len(first)}, weight_decay=0.0)
     before = weights(trainer)
     trainer.train()
@@ -144,7 +138,7 @@ def test_a_group_of_equal_rewards_moves_no_weight(kind):
 
 @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
 def test_when_every_answer_is_masked_nothing_moves(aggregation):
-    """B10: no 0/0 where no token is left."""
+    """No 0/0 where no token is left."""
     trainer = build(mask_truncated=True, loss_aggregation=aggregation, reference_kl_enabled=True, max_steps=2)
     for agent in trainer.agents:
         agent.eos_ids = ()  # no answer ever ends
@@ -160,7 +154,7 @@ def test_when_every_answer_is_masked_nothing_moves(aggregation):
 
 
 def test_rows_of_one_text_are_groups_of_their_own():
-    """B12: rewards {0, 1} and {10, 11} are the same signal."""
+    """Rewards {0, 1} and {10, 11} are the same signal."""
 
     def by_row(first, second, batch_items):
         return [10.0 * batch_items[0]["n"] + k for k in range(len(first))]
@@ -175,7 +169,7 @@ def test_rows_of_one_text_are_groups_of_their_own():
 
 
 def test_crossed_is_cross():
-    """W15: it was cross in the rollout and aligned in the credits."""
+    """It was cross in the rollout and aligned in the credits."""
     ours = trained(joint_mode="crossed", num_generations=2, max_steps=2)
     other = trained(joint_mode="cross", num_generations=2, max_steps=2)
     assert ours.args.joint_mode == "cross"
@@ -184,7 +178,7 @@ def test_crossed_is_cross():
 
 
 def test_the_number_of_agents_is_said_once():
-    """W48: three agents and no number; formatters were made for two."""
+    """Three agents and no number; formatters were made for two."""
     models = [build_model(len(LETTERS) + 1, seed) for seed in (2, 9, 4)]
     options = {"agents": models, "reward_func": lambda a, b, c: [float(len(x)) for x in a]}
     trainer = trained(options, max_steps=1)
@@ -197,7 +191,7 @@ def test_the_number_of_agents_is_said_once():
 
 @pytest.mark.parametrize("bad", [None, math.nan])
 def test_missing_rewards_leave_the_group(bad):
-    """B38: statistics over the other three; a group without any reward is left out."""
+    """Statistics over the other three; a group without any reward is left out."""
 
     def some(first, second, batch_items):
         return [1.0, bad, 0.0, 1.0] if batch_items[0]["n"] == 0 else [bad] * 4
@@ -219,7 +213,7 @@ def test_missing_rewards_leave_the_group(bad):
 
 
 def test_a_team_without_any_reward_moves_no_weight():
-    """B38: all groups empty; also no weight decay."""
+    """All groups empty; also no weight decay."""
     trainer = build(options={"reward_func": lambda first, second: [None] * len(first)}, max_steps=2)
     before = weights(trainer)
     trainer.train()
@@ -230,7 +224,7 @@ def test_a_team_without_any_reward_moves_no_weight():
 
 @pytest.mark.parametrize(("kind", "counter"), [("hangs", "timeouts"), ("raises", "errors")])
 def test_one_failed_reward_costs_one_sample(kind, counter, tmp_path):
-    """B36, B37: the run goes on, the failure is counted, the log names the sample, and it has no reward."""
+    """The run goes on, the failure is counted, the log names the sample, and it has no reward."""
     marker = tmp_path / "failed once"
 
     def judge(first, second, batch_items):
@@ -256,8 +250,18 @@ def test_one_failed_reward_costs_one_sample(kind, counter, tmp_path):
     assert {r["sample"] for r in records} == {f"{i}.{k}" for i in range(6) for k in range(3)}
 
 
+def test_a_prompt_over_the_limit_costs_its_row_only():
+    """The run goes on and counts it."""
+    data = rows(6)
+    data[3] = {"prompt": "a" * 50, "n": 3}
+    settings = {"max_prompt_length": 5, "shuffle": False, "num_train_epochs": 1, "max_steps": None}
+    trainer = trained({"train_dataset": data}, **settings)
+    assert sum(line.get("rollout/dropped_rows", 0) for line in lines(trainer)) == 1
+    assert trainer.env_step == 5 * 3
+
+
 def test_rewards_are_called_once_a_node_and_at_once():
-    """W40: a judge gets all joint answers of a node, and an async one all nodes of a turn at a time."""
+    """A judge gets all joint answers of a node, and an async one all nodes of a turn at a time."""
     sizes, running, most = [], [], []
 
     async def judge(first, second):
@@ -277,11 +281,12 @@ def test_rewards_are_called_once_a_node_and_at_once():
 
 
 def test_every_line_has_the_metrics_of_every_agent_and_turn():
-    """W28, W29: with no tracker at all."""
+    """With no tracker at all."""
     trainer = trained(num_turns=2, train_batch_size=8, reference_kl_enabled=True)
     assert [line["step"] for line in lines(trainer)] == [1, 2, 3]
     of_turns = (
-        "loss entropy clip_fraction reference_kl sampler_gap sampler_gap_max advantage_std tokens truncated_share"
+        "loss entropy clip_fraction reference_kl sampler_gap sampler_gap_max advantage_std zero_signal_share tokens "
+        "characters truncated_share"
     )
     for line in lines(trainer):
         for agent in range(2):
@@ -291,7 +296,10 @@ def test_every_line_has_the_metrics_of_every_agent_and_turn():
             assert line[f"agent_{agent}/grad_norm"] > 0
             assert line[f"agent_{agent}/learning_rate"] == 1e-2
             assert line[f"agent_{agent}/turn_1/entropy"] > 0
-        assert {"turn_1/reward_mean", "turn_2/reward_mean", "return_mean", "time/learn", "time/generate"} <= line.keys()
+        for name in ("reward_mean", "reward_std", "expected_return"):
+            assert {f"turn_1/{name}", f"turn_2/{name}"} <= line.keys()
+        assert {f"time/{part}" for part in ("generate", "reward", "learn", "save")} <= line.keys()
+        assert {"reward_mean", "return_mean"} <= line.keys()
     first, *later = lines(trainer)
     assert first["agent_0/turn_1/reference_kl"] == pytest.approx(0, abs=1e-9)
     assert all(line["agent_0/turn_1/reference_kl"] > 1e-6 for line in later)
@@ -301,7 +309,7 @@ def test_every_line_has_the_metrics_of_every_agent_and_turn():
 
 
 def test_evaluation_counts_rows_and_not_samples():
-    """B34, W61: seven rows with K = 4; greedy and sampled, before the first and after the last step."""
+    """Seven rows with K = 4; greedy and sampled, before the first and after the last step."""
     scored = {"reward_func": lambda first, second, batch_items: [float(row["n"]) for row in batch_items]}
     settings = {"num_generations": 4, "eval_generations": 4, "eval_batch_size": 3, "eval_interval": 100}
     trainer = trained({**scored, "eval_dataset": rows(7)}, **settings)
@@ -311,13 +319,38 @@ def test_evaluation_counts_rows_and_not_samples():
         assert line["eval/rows"] == 7
         assert line["eval/reward_mean"] == line["eval/sampled/reward_mean"] == line["eval/sampled/best_of_k"] == 3
     first, second = trainer.evaluate(), trainer.evaluate()
-    assert {**first, "time/evaluate": 0} == {**second, "time/evaluate": 0}
+    assert {**first, "eval/time/evaluate": 0} == {**second, "eval/time/evaluate": 0}
     assert trainer.evaluate(2)["eval/rows"] == 2
     assert trainer.evaluate(0) == {}
 
 
+def test_the_published_evaluation_hooks():
+    """eval_logger sees the greedy answers by agent, row and turn; what eval_aggregator makes of them is logged."""
+    seen = {}
+
+    def logger(agent_completions_turns, batch_items, prompts):
+        seen.update(said=agent_completions_turns, items=batch_items, prompts=prompts)
+        return [{"length": len(turns[-1])} for turns in agent_completions_turns[0]]
+
+    def aggregator(metrics, num_turns):
+        return {"longest": max(row["length"] for row in metrics), "turns": num_turns}
+
+    hooks = {"eval_logger": logger, "eval_aggregator": aggregator, "eval_dataset": rows(5)}
+    trainer = trained(hooks, num_turns=2, max_steps=1, eval_interval=10, eval_batch_size=2)
+    last = lines(trainer, "eval")[-1]
+    assert last["eval/turns"] == 2
+    assert last["eval/longest"] == max(len(turns[1]) for turns in seen["said"][0])
+    assert seen["items"] == rows(5)
+    assert seen["prompts"] == [row["prompt"] for row in rows(5)]
+    records = [json.loads(line) for line in (trainer.run.folder / "completions.jsonl").read_text().splitlines()]
+    played = [r for r in records if (r["kind"], r["step"]) == ("eval", 1)]
+    assert len(played) == 5 * 2 * 2
+    for r in played:
+        assert seen["said"][r["agent"]][r["row"]][r["turn"] - 1] == r["completion"]
+
+
 def test_two_runs_in_one_folder_leave_each_other_alone():
-    """W24: nothing of the first changes."""
+    """Nothing of the first changes."""
     settings = {"run_name": "same", "eval_interval": 1}
     first = trained(**settings)
     first.close()
@@ -329,7 +362,7 @@ def test_two_runs_in_one_folder_leave_each_other_alone():
 
 
 def test_the_seed_decides():
-    """W66: the same samples and weights again, and others with another seed."""
+    """The same samples and weights again, and others with another seed."""
     one, again, other = (trained(seed=seed, eval_interval=1) for seed in (5, 5, 6))
     said = [(trainer.run.folder / "completions.jsonl").read_bytes() for trainer in (one, again, other)]
     assert said[0] == said[1] != said[2]
@@ -341,7 +374,7 @@ def test_the_seed_decides():
 
 
 def test_truncated_sampling_warns_and_its_kept_mass_is_logged():
-    """W11: whole sampling keeps all."""
+    """Whole sampling keeps all."""
     with pytest.warns(UserWarning, match=r"top_p=0\.6, top_k=None: truncated sampling biases"):
         trainer = trained(top_p=0.6, max_steps=1)
     assert 0.5 < lines(trainer)[0]["agent_0/turn_1/kept_mass"] < 0.99
@@ -349,7 +382,7 @@ def test_truncated_sampling_warns_and_its_kept_mass_is_logged():
 
 
 def test_later_steps_on_a_rollout_use_the_old_logprobs():
-    """W11: the ratio is 1 in the first step on a rollout and is not in the second."""
+    """The ratio is 1 in the first step on a rollout and is not in the second."""
     trainer = build(epochs_per_rollout=2, max_steps=4)
     seen = seen_ratios(trainer)
     trainer.train()
@@ -361,7 +394,7 @@ def test_later_steps_on_a_rollout_use_the_old_logprobs():
 
 
 def test_train_takes_sampling_settings(monkeypatch):
-    """W11: answers are drawn at train(temperature=...), and learned from at the same temperature."""
+    """Answers are drawn at train(temperature=...), and learned from at the same temperature."""
     trainer = build(epochs_per_rollout=2, reference_kl_enabled=True, max_steps=2)
     used, original = [], comlrl.rollouts.generate
 
@@ -381,7 +414,7 @@ def test_train_takes_sampling_settings(monkeypatch):
 
 
 def test_dropout_acts_nowhere(gpt2):
-    """W13, B13: a KL term switched dropout on for all that came after."""
+    """A KL term switched dropout on for all that came after."""
     options = {
         "agents": [AutoModelForCausalLM.from_pretrained(gpt2) for _ in range(2)],
         "tokenizer": AutoTokenizer.from_pretrained(gpt2),
@@ -407,7 +440,7 @@ def test_an_entropy_bonus_raises_the_entropy():
 
 
 def test_updates_in_bf16_are_not_rounded_away():
-    """W16: at a learning rate of 5e-6, bf16 weights hardly ever change; fp32 masters do."""
+    """At a learning rate of 5e-6, bf16 weights hardly ever change; fp32 masters do."""
     trainer = build(dtype="bfloat16", agent_learning_rate=5e-6, weight_decay=0.0)
     before = weights(trainer)
     trainer.train()
@@ -443,7 +476,7 @@ def test_gradients_are_clipped_by_their_global_norm(limit):
 
 
 def test_a_stream_of_unknown_length_trains(capsys):
-    """W58: with the progress display, which is on by default."""
+    """With the progress display, which is on by default."""
     stream = datasets.IterableDataset.from_generator(lambda: iter(rows(5)))
     options = {"train_dataset": stream, "eval_dataset": stream}
     trainer = trained(options, num_train_epochs=2, max_steps=None, shuffle=False, eval_interval=10)
@@ -455,7 +488,7 @@ def test_a_stream_of_unknown_length_trains(capsys):
 
 
 def test_a_coordinator_plays_several_turns():
-    """W65: two turns of two samples; the transition is told row, rewards and turn."""
+    """Two turns of two samples; the transition is told row, rewards and turn."""
     told = []
 
     def transition(agent_completions, batch_item, rewards, turn):
@@ -498,7 +531,7 @@ def made_samples(count, length):
 
 
 def test_the_time_of_an_update_grows_linearly_with_the_answers(tiny):
-    """W31: a row of logits a token made it quadratic (64 times here)."""
+    """A row of logits a token made it quadratic (64 times here)."""
     model = AutoModelForCausalLM.from_pretrained(tiny)
     options = {"agents": [model, copy.deepcopy(model)], "tokenizer": AutoTokenizer.from_pretrained(tiny)}
     trainer = build(options=options)
@@ -516,7 +549,7 @@ def test_the_time_of_an_update_grows_linearly_with_the_answers(tiny):
 
 
 def test_an_update_and_a_turn_are_few_calls_of_the_model(monkeypatch):
-    """W32, W33: one generation an agent and turn, for training and evaluation; one forward a micro-batch."""
+    """One generation an agent and turn, for training and evaluation; one forward a micro-batch."""
     calls, forwards, original = [], [], comlrl.rollouts.generate
 
     def generate(agent, requests, sampling, max_rows):

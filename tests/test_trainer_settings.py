@@ -31,6 +31,7 @@ def stream():
 
 
 MISTAKES = [
+    ({}, {"max_new_tokens": 2048}, "max_new_tokens=2048: agent_0 reads at most 2048 tokens"),
     ({"num_agents": 3}, {"num_agents": 4}, "num_agents=3, args.num_agents=4"),
     ({"agents": ["tiny"] * 2, "num_agents": 3}, {}, r"num_agents=3, len\(agents\)=2"),
     ({"agents": ["tiny"] * 3}, {"num_agents": 4}, r"len\(agents\)=3, args.num_agents=4"),
@@ -57,7 +58,6 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("options", "settings", "message"), MISTAKES, ids=[m[2][:40] for m in MISTAKES])
 def test_a_mistake_is_refused_before_a_model_is_loaded(options, settings, message, no_loading):
-    """W21, W48, W49."""
     with pytest.raises(ValueError, match=message):
         from_names(options, settings)
 
@@ -128,9 +128,19 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("key", "value"), NUMBERS)
 def test_values_out_of_range_are_refused_by_name(key, value):
-    """W49: a negative learning rate passed."""
+    """A negative learning rate passed."""
     with pytest.raises(ValueError, match=rf"^{key}="):
         MAGRPOConfig(**{key: value})
+
+
+@pytest.mark.parametrize("mode", ["mean", "rloo", "max", "raw", "greedy"])
+def test_one_sample_is_refused_where_samples_are_compared(mode):
+    settings = {"num_generations": 1, "advantage_mode": mode}
+    if mode in ("raw", "greedy"):
+        assert MAGRPOConfig(**settings).num_generations == 1
+        return
+    with pytest.raises(ValueError, match=f"num_generations=1: advantage_mode='{mode}' compares the samples"):
+        MAGRPOConfig(**settings)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +153,7 @@ def test_values_out_of_range_are_refused_by_name(key, value):
     ],
 )
 def test_other_overrides_of_train_are_refused(override, message, working_directory):
-    """W49: before anything is written."""
+    """Before anything is written."""
     with pytest.raises(ValueError, match=message):
         build().train(**override)
     assert not list(working_directory.iterdir())

@@ -8,6 +8,17 @@ from comlrl.trainers.actor_critic import (
     MAACConfig,
     MAACTrainer,
 )
+from comlrl.trainers.preference import (
+    JointRewardModel,
+    MADPOConfig,
+    MADPOIterConfig,
+    MADPOIterTrainer,
+    MADPOTrainer,
+    MARLHFConfig,
+    MARLHFIterConfig,
+    MARLHFIterTrainer,
+    MARLHFTrainer,
+)
 from comlrl.trainers.reinforce import (
     CentralizedMAGRPOConfig,
     CentralizedMAGRPOTrainer,
@@ -35,8 +46,16 @@ ACTOR_CRITIC_ALGORITHMS: dict[str, tuple[type[ActorCriticConfig], type[ActorCrit
     "maac": (MAACConfig, MAACTrainer),
 }
 
+PREFERENCE_ALGORITHMS: dict[str, tuple[type[MAGRPOConfig], type[MADPOTrainer | MARLHFTrainer]]] = {
+    "madpo": (MADPOConfig, MADPOTrainer),
+    "marlhf": (MARLHFConfig, MARLHFTrainer),
+    "madpo_iter": (MADPOIterConfig, MADPOIterTrainer),
+    "marlhf_iter": (MARLHFIterConfig, MARLHFIterTrainer),
+}
+
 __all__ = [
     "ACTOR_CRITIC_ALGORITHMS",
+    "PREFERENCE_ALGORITHMS",
     "REINFORCE_ALGORITHMS",
     "ActorCriticConfig",
     "ActorCriticTrainerBase",
@@ -44,12 +63,17 @@ __all__ = [
     "CentralizedMAGRPOTrainer",
     "IACConfig",
     "IACTrainer",
+    "JointRewardModel",
     "MAACConfig",
     "MAACTrainer",
+    "MADPOConfig",
+    "MADPOTrainer",
     "MAGRPOConfig",
     "MAGRPOTrainer",
     "MAREINFORCEConfig",
     "MAREINFORCETrainer",
+    "MARLHFConfig",
+    "MARLHFTrainer",
     "MARLOOConfig",
     "MARLOOTrainer",
     "MAReMaxConfig",

@@ -7,6 +7,7 @@ gradient, and `apply` steps the critics beside the agents.
 
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -34,7 +35,8 @@ from comlrl.critics import (
 )
 from comlrl.engine import Engine
 from comlrl.loading import Member, load_team
-from comlrl.planning import model_size
+from comlrl.placement import Placement
+from comlrl.planning import Planned
 from comlrl.rollouts import Node, walk
 from comlrl.signals import StopSignal
 from comlrl.summaries import Metrics, RolloutSample, ValueMeter, mean_metrics, rollout_samples
@@ -125,27 +127,27 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
 
     # ---- which critic values what -----------------------------------------------------------------------------------
 
-    def num_critics(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def num_critics(self) -> int: ...
 
+    @abstractmethod
     def readers(self, critic: int) -> list[int]:
         """The agents whose histories (and actions) a critic reads."""
-        raise NotImplementedError
 
-    def critic_of(self, agent: int) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def critic_of(self, agent: int) -> int: ...
 
+    @abstractmethod
     def critic_name(self, critic: int) -> str:
         """Its folder in a checkpoint."""
-        raise NotImplementedError
 
+    @abstractmethod
     def critic_place(self, critic: int) -> str:
         """Its folder in what save_model and export write."""
-        raise NotImplementedError
 
+    @abstractmethod
     def critic_prefix(self, critic: int) -> str:
         """What its metrics begin with."""
-        raise NotImplementedError
 
     @property
     def separate(self) -> bool:
@@ -197,6 +199,8 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
         args, groups = self.args, self.placement.of("critics")
         self.critics = load_critics(self.critic_members, self.critic_heads)
         for critic in self.critics:
+            if args.gradient_checkpointing:
+                critic.model.gradient_checkpointing_enable()
             if critic.value_model is None:
                 self.attach_head(critic, args.critic_value_head_hidden_dim or self.critic_width)
         self.critic_shapes = [tensor_shapes(critic.trained) for critic in self.critics]
@@ -221,12 +225,11 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
         return super().trained_models() + critics
 
     def plan(self) -> str:
-        lines = [super().plan(), "critics"]
-        for member in self.critic_members:
-            parameters, _ = model_size(member)
-            name = member.source if isinstance(member.source, str) else type(member.source).__name__
-            lines.append(f"  {member.name}: {name}, {parameters / 1e6:.1f} M parameters, {member.device}")
-        return "\n".join(lines if self.separate else [*lines, "  a value head on each agent's own model"])
+        return super().plan() + ("" if self.separate else "\ncritics\n  a value head on each agent's own model")
+
+    def planned_models(self, placement: Placement) -> list[Planned]:
+        critics = placement.of("critics") if self.separate else []
+        return super().planned_models(placement) + [Planned(m, g) for m, g in zip(self.critic_members, critics)]
 
     # ---- values, targets and advantages of a buffer -----------------------------------------------------------------
 
@@ -372,7 +375,7 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
             if self.args.reference_kl_enabled and self.args.reference_kl_in == "return":
                 penalty = (sample.old_logprobs - sample.reference_logprobs).sum()  # type: ignore[operator]
                 advantage -= self.args.reference_kl_coef * penalty.item()
-            sample.raw_advantage = sample.advantage = advantage
+            sample.advantage = advantage
 
     # ---- learning from a minibatch ----------------------------------------------------------------------------------
 
@@ -418,6 +421,8 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
 
     def weigh(self, groups: list[list[Sample]]) -> None:
         """What depends on the minibatch: normalised advantages, and what a sample counts in a head's value loss."""
+        for sample in (s for g in groups for s in g if s.raw_advantage is None):  # not normalised by an earlier epoch
+            sample.raw_advantage = sample.advantage
         trained = [[sample for sample in group if sample.trained] for group in groups]
         flat = [sample for group in trained for sample in group]
         raw = torch.tensor([sample.raw_advantage for sample in flat], dtype=torch.float64)
@@ -437,7 +442,8 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
         flat = [item for group in learned for item in group]
         parts = share(flat, engine.group, budget, engine.lockstep)
         problem = ""
-        for number, (part, counts) in enumerate(parts):
+        for number, each in enumerate(parts):
+            part, counts = each.items, each.counts
             outputs = engine.run(head_outputs, valuer, part, valuer.device)
             errors = item_losses(outputs, part, self.args.value_clip_range)
             factors = [weights[id(item)] if counts else 0.0 for item in part]
@@ -474,7 +480,9 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
 
         def both(model: CausalLMWithValueHead) -> tuple[Tensor, Tensor, Tensor]:
             with agent.autocast():
-                return policy_and_values(model, batch, self.temperature, entropy, self.args.critic_type == "q")
+                return policy_and_values(
+                    model, batch, agent.finish, self.temperature, entropy, self.args.critic_type == "q"
+                )
 
         logprobs, entropies, batch.values = engine.run(both)
         return logprobs, entropies
@@ -512,9 +520,9 @@ class ActorCriticTrainerBase(MAGRPOTrainer):
         groups = {id(node): [samples[n] for samples in self.prepared] for n, node in enumerate(nodes)}
         self.pending |= mean_metrics([self.metrics_callback(rollout_samples(root, groups)) for root in roots])
 
-    def row_metrics(self) -> Callable[[Node], Metrics] | None:
+    def trajectory_metrics(self, roots: list[Node]) -> Metrics:
         callback = self.metrics_callback
-        return None if callback is None else lambda root: callback(rollout_samples(root))
+        return {} if callback is None else mean_metrics([callback(rollout_samples(root)) for root in roots])
 
     def callbacks(self) -> dict[str, Any]:
         return {**super().callbacks(), "metrics_callback": self.metrics_callback}

@@ -9,17 +9,18 @@ from typing import Any
 
 from comlrl import credit
 from comlrl.agents import Agent
-from comlrl.checkpoint import model_tensors, tensor_shapes, tensors_hash
+from comlrl.checkpoint import tensor_shapes
 from comlrl.config import escape, to_dict, without_secrets
 from comlrl.data import RowSource
 from comlrl.engine import Engine, Frozen, OptimizerSettings
 from comlrl.evaluation import Evaluation, evaluate_team
 from comlrl.generation import Sampling
-from comlrl.loading import build_formatters, check_team, load_references, load_team, resolve_devices
+from comlrl.loading import build_formatters, check_context, check_team, load_references, load_team, resolve_devices
 from comlrl.memory import Limit
 from comlrl.placement import AgentPool, Group, Placement, check_parallel_training, check_placement
-from comlrl.planning import plan_text
+from comlrl.planning import Planned, plan_team, plan_text
 from comlrl.processes import World, by_deepspeed, process_count
+from comlrl.profile import agent_metrics, shares
 from comlrl.rewards import Rewards
 from comlrl.rollouts import Node, Rollouts, RolloutStats, Team, TreeShape, walk
 from comlrl.summaries import Metrics, completion_records, rollout_metrics
@@ -125,16 +126,17 @@ class TeamTrainer(Checkpointing):
         self.rows = RowSource(train_dataset, "train_dataset", args.seed, args.shuffle)
         self.eval_rows = RowSource(eval_dataset, "eval_dataset", args.seed, shuffle=False)
         self.total_steps = self.planned_steps()
-        self.members = check_team(
-            agent_model, agents, self.num_models(), tokenizer, model_config, args.agent_devices, args.dtype
-        )
+        self.members = check_team(agent_model, agents, self.num_models(), tokenizer, model_config, *args.model_options)
+        check_context(self.members, args.max_new_tokens)
         resolve_devices(args.reference_devices, self.num_models(), "reference_devices")
         self.check_other_models()
         self.run: Run | None = None
         self.run_config = run_config or {}
         output = ((wandb_config or {}).get("config_sections") or {}).get("output") or {}
         self.verbose: bool = bool(output.get("verbose", True))
-        self.seconds: Metrics = {"time/learn": 0.0, "time/save": 0.0}  # since the last step
+        names = ("reference", "learn", "sync", "save", "evaluate")
+        self.seconds: Metrics = dict.fromkeys((f"time/{name}" for name in names), 0.0)  # since the last step
+        self.logged_at = time.perf_counter()
         functions: list[Any] = list(reward_func) if isinstance(reward_func, (list, tuple)) else [reward_func]
         self.reward_functions, self.reward_processor = functions, reward_processor
         # Reward workers are forked here: before any model, so that they stay small and no thread is running yet.
@@ -156,6 +158,7 @@ class TeamTrainer(Checkpointing):
                 "offload_idle=True: DeepSpeed has its own offload; use ds_configs/zero*_offload.json instead"
             )
         super().__init__()
+        self.pool = AgentPool("none", [])
         if not dry_run:
             self.load_models()
 
@@ -164,9 +167,7 @@ class TeamTrainer(Checkpointing):
         self.placement = Placement(self.world, args.placement, self.model_counts())
         homes = self.placement.of("agents")
         self.agents: list[Agent] = self.load_agents()
-        # Of fp32 weights, so that it does not depend on the device that computes.
-        hashes = [tensors_hash(model_tensors(agent.model)) for agent in self.agents if args.reference_kl_enabled]
-        self.reference_hashes = hashes
+        self.reference_hashes = [agent.reference_hash() for agent in self.agents if args.reference_kl_enabled]
         self.shapes = [tensor_shapes(agent.trained) for agent in self.agents]
         self.references: dict[int, Frozen] = self.load_references() if args.reference_kl_enabled else {}
         for agent, group in zip(self.agents, homes):
@@ -175,6 +176,10 @@ class TeamTrainer(Checkpointing):
         self.pool = AgentPool(args.parallel_training, [agent.device for agent in self.agents])
         self.token_limit = Limit("micro_batch_tokens", args.micro_batch_tokens, self.world.any)
         settings = self.agent_settings()
+        if self.zero is not None and self.zero["zero_optimization"]["stage"] == 3:
+            for agent, group in zip(self.agents, homes):
+                if group.member:
+                    agent.make_sampler()
         self.engines: dict[int, Engine] = {
             index: self.make_engine(agent, settings, homes[index])
             for index, agent in enumerate(self.agents)
@@ -215,9 +220,9 @@ class TeamTrainer(Checkpointing):
     def load_agents(self) -> list[Agent]:
         return load_team(self.members)
 
-    def row_metrics(self) -> Callable[[Node], Metrics] | None:
-        """The user's numbers of one evaluated row, for families whose published callback has them."""
-        return None
+    def trajectory_metrics(self, roots: list[Node]) -> Metrics:
+        """Further numbers of an evaluation's greedy trajectories, for families that have them."""
+        return {}
 
     def load_other_models(self) -> None:
         """Called last."""
@@ -237,17 +242,18 @@ class TeamTrainer(Checkpointing):
     def make_engine(self, agent: Agent, settings: OptimizerSettings, group: Group) -> Engine:
         if self.zero is None:
             return Engine(agent.trained, settings, self.total_steps, group)
-        if self.zero["zero_optimization"]["stage"] == 3:
-            agent.make_sampler()
         return ZeroEngine(agent.trained, settings, self.total_steps, group, self.zero)
 
     def load_references(self) -> dict[int, Frozen]:
         """A frozen copy of each agent's weights as they are now, where its group is."""
         args, groups = self.args, self.placement.of("references")
         models = load_references(self.agents, args.reference_devices, [group.member for group in groups])
+        found = {i: Frozen(model, groups[i]) for i, model in models.items()}
         if self.zero is not None and self.zero["zero_optimization"]["stage"] == 3:
-            return {i: ZeroFrozen(m, groups[i], self.zero, self.agents[i].device) for i, m in models.items()}
-        return {i: Frozen(model, groups[i]) for i, model in models.items()}
+            for i, frozen in found.items():
+                if self.agents[i].adapter is None:  # an adapter's base is whole everywhere: sampling needs it
+                    found[i] = ZeroFrozen(frozen.model, groups[i], self.zero, self.agents[i].device)
+        return found
 
     # ---- evaluation and records -------------------------------------------------------------------------------------
 
@@ -273,10 +279,10 @@ class TeamTrainer(Checkpointing):
             rollout=self.rollout,
             eval_logger=self.eval_logger,
             eval_aggregator=self.eval_aggregator,
-            row_metrics=self.row_metrics(),
+            trajectory_metrics=self.trajectory_metrics,
         )
         metrics = {f"eval/{key}": value for key, value in evaluation.metrics.items()}
-        metrics["time/evaluate"] = time.perf_counter() - started
+        metrics["eval/time/evaluate"] = time.perf_counter() - started
         return Evaluation(metrics, evaluation.records)
 
     def plan_evaluation(self) -> None:
@@ -317,9 +323,16 @@ class TeamTrainer(Checkpointing):
     def log_step(self, metrics: Metrics) -> None:
         counts = {f"reward_calls/{key}": float(value) for key, value in self.rewards.counters.items()}
         line = {**self.pending, **metrics, **counts, **self.seconds}
+        line |= self.profile(line)
         self.pending = {}
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.open_run().log(line, step=self.step, env_step=self.env_step, epoch=self.fractional_epoch, kind="train")
+
+    def profile(self, line: Metrics) -> Metrics:
+        """Where the time since the last line went; see `comlrl.profile`. All processes have to call."""
+        wall, self.logged_at = time.perf_counter() - self.logged_at, time.perf_counter()
+        parts = self.world.exchange({index: agent.take_work() for index, agent in enumerate(self.agents)})
+        return {"time/step": wall, **shares(line, wall), **agent_metrics(parts, len(self.agents), wall)}
 
     def summary(self) -> list[dict[str, Any]]:
         """First and last evaluation as rows of a table: rewards, then lengths and truncated shares of each agent."""
@@ -403,8 +416,9 @@ class TeamTrainer(Checkpointing):
         )
 
     def close(self) -> None:
-        """End the run: trackers are flushed and closed, reward workers ended."""
+        """End the run: trackers are flushed and closed, reward workers and agents' threads ended."""
         self.rewards.close()
+        self.pool.close()
         if self.run is not None:
             self.run.close()
 
@@ -463,16 +477,20 @@ class TeamTrainer(Checkpointing):
         nodes = credit.tree_size(self.branches(), self.shape.num_turns, self.shape.greedy_baseline)
         placement = Placement(self.world, self.args.placement, self.model_counts())
         return plan_text(
-            self.members,
+            self.planned_models(placement),
             self.args,
             self.shape,
             nodes,
             self.branches(),
             len(self.rows),
             self.total_steps,
-            placement,
+            self.world,
             self.zero,
         )
+
+    def planned_models(self, placement: Placement) -> list[Planned]:
+        """All models that a process may hold at the same time; a family with others adds them."""
+        return plan_team(self.members, self.args, placement)
 
     def check_tree(self) -> None:
         shape, args = self.shape, self.args

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +34,7 @@ from comlrl.trainers.reinforce_config import MAGRPOConfig
 COUNTERS = ("step", "env_step", "rollout", "epoch", "position", "epoch_ended", "evaluation_due", "best")
 
 
-class Checkpointing:
+class Checkpointing(ABC):
     """Saving and resuming, for any trainer whose loop does one piece of work at a time.
 
     Between two pieces everything is in order. A piece is first worked out within `revocable`, where nothing of the
@@ -137,7 +138,7 @@ class Checkpointing:
         if self.resumed is not None and self.finished and not self.evaluation_due:
             run.note(f"nothing is left to do: num_train_epochs={args.num_train_epochs}, max_steps={args.max_steps}")
         self.save_schedule = checkpoint.Schedule(
-            args.checkpoint_steps, args.checkpoint_minutes, args.checkpoint_interval, (self.clock, self.epoch)
+            args.checkpoint_steps, args.checkpoint_minutes, args.checkpoint_interval, (self.clock, self.finished_epochs)
         )
         if self.checkpoint_dir is not None:
             self.announce_size(self.checkpoint_dir, run)
@@ -215,7 +216,7 @@ class Checkpointing:
         if self.best_is_new:
             self.best_is_new = False
             self.write(self.checkpoint_dir / "checkpoint-best", None)
-        due = self.world.from_main(self.save_schedule.due(self.clock, self.epoch))  # clocks differ
+        due = self.world.from_main(self.save_schedule.due(self.clock, self.finished_epochs))  # clocks differ
         if due or (self.finished and self.saved_at != self.progress):
             self.save_numbered()
 
@@ -275,6 +276,11 @@ class Checkpointing:
         return self.step
 
     @property
+    def finished_epochs(self) -> int:
+        """What `checkpoint_interval` counts."""
+        return self.epoch
+
+    @property
     def needs_rows(self) -> bool:
         return True
 
@@ -316,29 +322,29 @@ class Checkpointing:
     # What the trainer has to offer.
 
     @property
-    def run_name(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def run_name(self) -> str: ...
 
     @property
-    def finished(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def finished(self) -> bool: ...
 
-    def open_run(self) -> Run:
-        raise NotImplementedError
+    @abstractmethod
+    def open_run(self) -> Run: ...
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
-    def note(self, text: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def note(self, text: str) -> None: ...
 
-    def drain_incidents(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def drain_incidents(self) -> None: ...
 
+    @abstractmethod
     def limits(self) -> Sequence[Limit]:
         """What is halved when memory runs out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def callbacks(self) -> dict[str, Any]:
         """The user's functions by name (None: not given); those with a state_dict are saved."""
-        raise NotImplementedError

@@ -6,6 +6,8 @@ derivative at that sum are computed (`weigh_pairs`), and each agent follows the 
 (`learn` of the REINFORCE family). Agents exchange numbers, never gradients.
 """
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -36,7 +38,7 @@ class MADPOTrainer(PairTrainer):
 
     args: MADPOConfig
     config_class = MADPOConfig
-    fixed_settings = ("reference_free", "collaboration_mode")
+    fixed_settings: tuple[str, ...] = ("reference_free", "collaboration_mode")
 
     def pairs_complete(self) -> None:
         self.epoch = 0
@@ -50,6 +52,16 @@ class MADPOTrainer(PairTrainer):
         else:
             count = len(self.training_pairs)
             self.chunks = self.shuffled_pairs(count, self.batch_pairs, "pair order", *self.order_key())
+
+    @property
+    def batch_pairs(self) -> int:
+        return self.args.train_batch_size or self.args.rollout_buffer_size
+
+    @property
+    def fractional_epoch(self) -> float:
+        if self.phase != POLICY or not self.chunks:
+            return super().fractional_epoch
+        return self.epoch + 1 - len(self.chunks) / math.ceil(len(self.training_pairs) / self.batch_pairs)
 
     def order_key(self) -> tuple[int, ...]:
         return (self.epoch,)
@@ -100,7 +112,10 @@ class MADPOTrainer(PairTrainer):
             parts = self.pool.map(lambda index: of_agent(index, budget), len(self.agents))
             return {key: values for part in parts for key, values in part.items()}
 
-        return self.world.union(lambda: self.within_memory(of_all, groups))
+        started = time.perf_counter()
+        found = self.world.union(lambda: self.within_memory(of_all, groups))
+        self.seconds["time/reference"] += time.perf_counter() - started
+        return found
 
     def reference_key(self) -> str:
         """Changes with the reference's weights and with the precision that it computes in."""
@@ -110,7 +125,7 @@ class MADPOTrainer(PairTrainer):
     def fill_references(self, sampling: Sampling, stop: StopSignal) -> None:
         """Reference log-probs of the next pairs that have none, or those of another reference."""
         key = self.reference_key()
-        missing = [pair for pair in self.pairs if pair.reference_key != key][:PAIRS_AT_ONCE]
+        missing = [pair for pair in self.training_pairs if pair.reference_key != key][:PAIRS_AT_ONCE]
         with self.revocable(stop):
             found = self.answer_logprobs(self.pair_samples(missing), self.references) if missing else {}
         for n, pair in enumerate(missing):

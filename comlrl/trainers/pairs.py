@@ -1,7 +1,7 @@
 """What every preference trainer does first: sample joint answers and make pairs of them, or read a file of pairs."""
 
-import math
 import random
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -160,16 +160,6 @@ class PairTrainer(MAGRPOTrainer):
         limit = self.args.max_steps
         return self.phase == DONE or (limit is not None and self.step >= limit)
 
-    @property
-    def fractional_epoch(self) -> float:
-        if self.phase == SAMPLING or not self.chunks or not self.pairs:
-            return super().fractional_epoch
-        return self.epoch + 1 - len(self.chunks) / math.ceil(len(self.pairs) / self.batch_pairs)
-
-    @property
-    def batch_pairs(self) -> int:
-        return self.args.train_batch_size or self.args.rollout_buffer_size
-
     def next_piece(self, sampling: Sampling, stop: StopSignal) -> None:
         if self.phase == SAMPLING:
             self.sample_pairs(sampling, stop)
@@ -182,13 +172,17 @@ class PairTrainer(MAGRPOTrainer):
         random.Random(sample_seed(self.args.seed, *key)).shuffle(order)
         return [order[start : start + size] for start in range(0, count, size)]
 
+    def policy_gradient_piece(self, sampling: Sampling, stop: StopSignal) -> None:
+        """The next piece of the policy trainer that this one stands on."""
+        super().next_piece(sampling, stop)
+
+    @abstractmethod
     def learn_from_pairs(self, sampling: Sampling, stop: StopSignal) -> None:
         """The next piece of work of any phase after sampling."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pairs_complete(self) -> None:
         """All pairs are there: go to the next phase."""
-        raise NotImplementedError
 
     def sample_pairs(self, sampling: Sampling, stop: StopSignal) -> None:
         """Joint answers to some rows, and the pairs that they make."""
@@ -199,7 +193,7 @@ class PairTrainer(MAGRPOTrainer):
         counts = Counter(self.pair_counts)
         hashes = self.sampled_by or self.model_hashes()
         with self.revocable(stop):
-            rows = self.rows.take(0, self.position, size)
+            rows = self.rows.take(self.row_epoch(), self.position, size)
             made = self.propose(rows, sampling, counts) if rows else ([], [], RolloutStats())
         pairs, roots, stats = made
         self.pieces += 1
@@ -209,6 +203,7 @@ class PairTrainer(MAGRPOTrainer):
             self.rollout += 1
             self.pairs += pairs
             self.pair_counts = counts
+            self.keep_proposal()
             if not self.pair_args.use_environment_step:
                 self.env_step += stats.env_steps
             self.record_candidates(roots, stats)
@@ -226,6 +221,13 @@ class PairTrainer(MAGRPOTrainer):
         counts["unparsable"] += stats.unparsable
         return [pair for node in walk(roots) for pair in self.pairs_of(node, counts)], roots, stats
 
+    def row_epoch(self) -> int:
+        """Which order of the rows is sampled in."""
+        return 0
+
+    def keep_proposal(self) -> None:
+        """Called when the pairs of a proposal were put down."""
+
     def pairs_of(self, node: Node, counts: Counter[str]) -> list[Pair]:
         args = self.pair_args
         keep = not self.args.mask_truncated
@@ -233,7 +235,7 @@ class PairTrainer(MAGRPOTrainer):
             node,
             candidates(node, own_ids, self.use_return, keep),
             None,
-            selection=args.pair_selection,
+            selection="reward_gap" if args.pair_selection == "comparator_reward" else args.pair_selection,
             limit=args.preference_pairs_per_sample,
             seed=sample_seed(self.args.seed, "selection", self.rollout, node.row_id, node.path),
             counts=counts,

@@ -1,5 +1,6 @@
 """Settings of the preference family. Every key is one field; `train_pbrl.py --help` prints them."""
 
+import warnings
 from dataclasses import dataclass, fields
 
 from comlrl.config import option
@@ -29,6 +30,22 @@ NOT_IN_MADPO = (
     "loss_aggregation",
     "advantage_mode",
     "clip_range",
+)
+
+# Settings that only critics read.
+OF_CRITICS = (
+    "critic_model_name",
+    "critic_learning_rate",
+    "critic_devices",
+    "critic_type",
+    "critic_value_head_hidden_dim",
+    "critic_warmup_steps",
+    "gae_lambda",
+    "value_loss_coef",
+    "value_clip_range",
+    "value_normalization",
+    "use_separate_critic",
+    "value_head_hidden_dim",
 )
 
 
@@ -154,6 +171,23 @@ class MARLHFConfig(PairSettings, IACConfig):
             raise ValueError(
                 f"collaboration_mode='centralized' with rl_algorithm={self.rl_algorithm!r}: a coordinator is trained "
                 "by magrpo, mareinforce, maremax or marloo"
+            )
+        self.check_critics()
+
+    def check_critics(self) -> None:
+        if self.rl_algorithm == "maac" and not self.use_separate_critic:
+            raise ValueError(
+                "use_separate_critic=False is for rl_algorithm iac: MAAC's critic reads the histories of all agents, "
+                "so it is a model of its own; set it to true"
+            )
+        if self.actor_critic:
+            return
+        defaults = {item.name: item.default for item in fields(self)}
+        given = [key for key in OF_CRITICS if getattr(self, key) != defaults[key]]
+        if given:
+            warnings.warn(
+                f"{', '.join(given)}: without effect, since rl_algorithm={self.rl_algorithm!r} has no critic",
+                stacklevel=4,
             )
 
     @property

@@ -78,6 +78,7 @@ class MAGRPOTrainer(TeamTrainer):
         self.start(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit)
         with StopSignal(alone=self.world.alone) as stop, self.saved_at_the_end(stop):
             self.world.stop = stop
+            self.logged_at = time.perf_counter()
             self.loop(sampling, stop)
         self.finish()
 
@@ -201,7 +202,9 @@ class MAGRPOTrainer(TeamTrainer):
 
         parts = self.world.union(lambda: self.within_memory(work, groups))
         useful = [any(s.trained for group in groups[i] for s in group) for i in agents]
+        reducing = time.perf_counter()
         numbers = self.world.union(lambda: {i: self.reduced(engine) for i, engine in self.engines.items()})
+        self.not_learning("time/sync", reducing)
         metrics: Metrics = {}
         problem = ""
         for index, agent in enumerate(self.agents):
@@ -221,6 +224,12 @@ class MAGRPOTrainer(TeamTrainer):
         self.seconds["time/learn"] += time.perf_counter() - started
         return metrics, [numbers[i][0] for i in agents], useful, problem
 
+    def not_learning(self, name: str, started: float) -> None:
+        """Count the seconds since `started` there, and not as learning, whose clock is running."""
+        spent = time.perf_counter() - started
+        self.seconds[name] += spent
+        self.seconds["time/learn"] -= spent
+
     @staticmethod
     def reduced(engine: Engine) -> tuple[float, float]:
         """Gradient norm, once the gradients of all processes are in it, and learning rate."""
@@ -237,7 +246,9 @@ class MAGRPOTrainer(TeamTrainer):
             else:
                 with engine.awake():
                     engine.step(norms[index])
+                    refreshing = time.perf_counter()
                     engine.refresh(self.agents[index])
+                    self.not_learning("time/sync", refreshing)
         self.step += 1
         metrics["skipped_step"] = float(bool(problem) or not any(useful))
         self.seconds["time/learn"] += time.perf_counter() - started
@@ -291,9 +302,11 @@ class MAGRPOTrainer(TeamTrainer):
             return {key: values for part in parts for key, values in part.items()}
 
         if needs_old or args.reference_kl_enabled:
+            started = time.perf_counter()
             results = self.world.union(lambda: self.within_memory(of_all, samples))
             for (name, index, place), values in results.items():
                 setattr(flat[index][place], name, values)
+            self.not_learning("time/reference", started)
 
     def fill_values(self, nodes: list[Node], samples: list[list[list[Sample]]]) -> None:
         """What a critic says, for families that have one; samples[agent][node]."""
@@ -343,14 +356,16 @@ class MAGRPOTrainer(TeamTrainer):
         """
         args, agent, engine = self.args, self.agents[index], self.engines[index]
         meter = TokenMeter(index)
+        started, read = time.perf_counter(), 0
         trained = [sample for group in groups for sample in group if sample.trained]
         weights = {id(s): scale * s.weight / len(group) for group in groups for s in group}
         tokens = sum(len(sample.token_ids) for sample in trained)
         active = self.active(trained)
         parts = share(active, engine.group, budget, engine.lockstep)
         problem = ""
-        for number, (part, counts) in enumerate(parts):
-            batch = collate(part, agent)
+        for number, each in enumerate(parts):
+            part, counts = each.items, each.counts
+            batch = collate(part, agent, most_tokens=each.most_tokens)
             entropy = "gradient" if args.entropy_coef else "value"
             logprobs, entropies = self.forward(batch, engine, agent, entropy)
             if part[0].old_logprobs is None:
@@ -372,10 +387,13 @@ class MAGRPOTrainer(TeamTrainer):
                 if not engine.lockstep:
                     return meter, problem
             engine.backward(loss, last=number == len(parts) - 1)
+            read += batch.tokens
             if counts:
                 sampler = batch.pad([s.sampler_logprobs for s in part])
                 logged["sampler_gap"] = (old - sampler).abs() * batch.completion_mask
                 meter.add(batch, logged, token_loss.detach() * factors)
+        if read:
+            agent.worked("learn", started, read)
         return meter, problem
 
     def forward(self, batch: MicroBatch, engine: Engine, agent: Agent, entropy: str) -> tuple[Tensor, Tensor]:

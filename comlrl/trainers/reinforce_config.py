@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
+from comlrl.adapters import LoraSettings
 from comlrl.config import option
 from comlrl.credit import ADVANTAGE_MODES
 from comlrl.engine import OPEN_SCHEDULES, PLANNED_SCHEDULES
@@ -46,6 +48,11 @@ class MAGRPOConfig:
     offload_idle: bool = option(False, "models with nothing to do wait on the CPU (without DeepSpeed)")
     collective_timeout: float | None = option(None, "seconds of a collective on tensors at most; none: torch's default")
     dtype: str = option("auto", "compute in float32 or bfloat16; auto: bfloat16 where the hardware is fast at it")
+
+    # What is trained
+    lora: LoraSettings | None = option(None, "train adapters around one base model (docs/lora.md); none: all weights")
+
+    gradient_checkpointing: bool = option(False, "keep one activation a layer while learning, compute the others again")
 
     # Sampling
     num_generations: int = option(4, "K: sampled answers an agent and node")
@@ -157,6 +164,10 @@ class MAGRPOConfig:
         self.adam_betas = tuple(self.adam_betas)  # type: ignore[assignment]
         self._require("adam_betas", all(0 <= beta < 1 for beta in self.adam_betas), "two numbers in [0, 1)")
         self.check_generations()
+        if self.lora is not None and self.offload_idle:
+            raise ValueError(
+                "offload_idle=True: with lora all agents share a base model, which is never idle; leave it out"
+            )
         if self.checkpoint_best_metric is not None and not self.eval_interval:
             raise ValueError("checkpoint_best_metric needs evaluations; set eval_interval above 0")
 
@@ -181,6 +192,11 @@ class MAGRPOConfig:
     def _require(self, key: str, fine: bool, rule: str) -> None:
         if not fine:
             raise ValueError(f"{key}={getattr(self, key)!r}: must be {rule}")
+
+    @property
+    def model_options(self) -> tuple[Any, ...]:
+        """What `comlrl.loading.check_team` asks of the agents beyond models and tokenizers, in its order."""
+        return self.agent_devices, self.dtype, self.lora, self.seed, self.gradient_checkpointing
 
     @property
     def normalize(self) -> bool:

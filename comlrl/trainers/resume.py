@@ -39,6 +39,7 @@ FIXED_SETTINGS = (
     "shuffle",
     "advantage_mode",
     "reference_kl_enabled",
+    "lora",
 )
 # Of a model's config, what may differ although the model is the same.
 LOOSE_CONFIG = ("transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
@@ -92,6 +93,7 @@ def gather(trainer: "Checkpointing", sequence: int) -> Contents:
                 "source": model.source,
                 "tokenizer": tokenizer_hash(model.agent.tokenizer),
                 "folder": model.folder,
+                "base_hash": base_hash(model),
             }
             for model in models
         ],
@@ -169,8 +171,8 @@ def check(trainer: "Checkpointing", contents: Contents) -> list[str]:
     if state["trainer_class"] != type(trainer).__name__:
         raise CheckpointError(f"the checkpoint is of {state['trainer_class']}, this is {type(trainer).__name__}")
     for key in (*FIXED_SETTINGS, *trainer.fixed_settings):
-        if saved[key] != own[key]:
-            raise CheckpointError(f"{key} was {saved[key]!r} and is {own[key]!r}: it cannot change on resume")
+        if saved.get(key) != own[key]:  # not there: the checkpoint is of a time before this setting
+            raise CheckpointError(f"{key} was {saved.get(key)!r} and is {own[key]!r}: it cannot change on resume")
     models = trainer.trained_models()
     if len(state["models"]) != len(models):
         raise CheckpointError(f"the checkpoint has {len(state['models'])} models, this run {len(models)}")
@@ -197,6 +199,12 @@ def check_model(
         raise CheckpointError(f"the checkpoint has {saved['name']} where this run has {name}")
     if saved["tokenizer"] != tokenizer_hash(model.agent.tokenizer):
         raise CheckpointError(f"{name}: the tokenizer is not the checkpoint's; token ids would change meaning")
+    was, now = saved.get("base_hash"), base_hash(model)
+    if was != now:
+        raise CheckpointError(
+            f"{name}: the checkpoint holds {what_is_held(was, saved['source'])}, this run trains "
+            f"{what_is_held(now, model.source)}"
+        )
     where = f"{name} (model shape)"
     checkpoint.check_shapes(model.shapes, contents.tensors[f"{name}/weights.safetensors"], where)
     # The same shapes can mean another model: another number of heads, for one.
@@ -210,6 +218,17 @@ def check_model(
     for key in sorted(trained ^ moments if moments else []):
         place = "here" if key in trained else "in the checkpoint"
         raise CheckpointError(f"{name}: {key.removeprefix('exp_avg.')} is trained only {place}")
+
+
+def base_hash(model: TrainedModel) -> str | None:
+    """Of what a model's adapter stands on; None: it has none, and the checkpoint holds all weights."""
+    return None if model.agent.adapter is None else model.agent.adapter.base_hash
+
+
+def what_is_held(digest: str | None, source: str | None) -> str:
+    if digest is None:
+        return "all weights"
+    return f"an adapter of {source or 'a loaded model'}, whose weights have the hash {digest[:16]}"
 
 
 def check_rows(trainer: "Checkpointing", saved: Mapping[str, Any]) -> None:
@@ -248,7 +267,7 @@ def save_references(trainer: "Checkpointing", root: Path) -> None:
     for index, reference in trainer.references.items():
         member = trainer.members[index]
         path = reference_path(root, member.name, trainer.reference_hashes[index])
-        if source_of(member) is not None or path.exists():
+        if source_of(member) is not None or trainer.agents[index].adapter is not None or path.exists():
             continue
         tensors = reference.weights()
         if reference.group.leader:
