@@ -2,56 +2,28 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import get_scheduler
 
 from comlrl import checkpoint
 from comlrl.agents import Agent
 from comlrl.offload import move, move_moments, on_device
+from comlrl.optimizers import (
+    SAVED,
+    OptimizerSettings,
+    make_optimizer,
+    make_scheduler,
+    read_moments,
+    set_rates,
+    write_moments,
+)
 from comlrl.placement import ALONE, Group
 
-# Schedules of transformers.get_scheduler that need no number of steps, and those that do.
-OPEN_SCHEDULES = ("constant", "constant_with_warmup")
-MOMENTS = ("exp_avg", "exp_avg_sq")
-PLANNED_SCHEDULES = ("linear", "cosine", "cosine_with_restarts")
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    learning_rate: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    max_grad_norm: float | None = 1.0
-    schedule: str = "constant"
-    warmup_steps: int = 0
-
-
 BUCKET = 50_000_000  # numbers that travel at once
-
-
-def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-
-
-def make_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, total_steps: int | None) -> Any:
-    name = settings.schedule
-    if name == "constant" and settings.warmup_steps:
-        name = "constant_with_warmup"
-    return get_scheduler(name, optimizer, num_warmup_steps=settings.warmup_steps, num_training_steps=total_steps)
 
 
 class Engine:
@@ -88,7 +60,7 @@ class Engine:
 
     @property
     def learning_rate(self) -> float:
-        return self.scheduler.get_last_lr()[0]
+        return float(self.scheduler.get_last_lr()[0])
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """function(model, ...): every forward of the trained weights goes through here."""
@@ -159,11 +131,11 @@ class Engine:
         checkpoint.load_model_tensors(self.model, tensors, where)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """AdamW's moments: `exp_avg.<name>` and `exp_avg_sq.<name>`; none before the first step."""
+        """AdamW's moments: `exp_avg.<name>` and so on, see `read_moments`; none before the first step."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters().items():
-            moments = self.optimizer.state.get(parameter, {})
-            tensors |= {f"{key}.{name}": moments[key] for key in MOMENTS if key in moments}
+            moments = read_moments(self.optimizer, parameter)
+            tensors |= {f"{key}.{name}": value for key, value in moments.items()}
         return tensors
 
     def counters(self) -> dict[str, int]:
@@ -176,17 +148,15 @@ class Engine:
         self.clear()
         self.optimizer.state.clear()
         for name, parameter in self.named_parameters().items():
-            if f"{MOMENTS[0]}.{name}" in tensors:
-                state = {key: torch.empty_like(parameter).copy_(tensors[f"{key}.{name}"]) for key in MOMENTS}
-                state["step"] = torch.tensor(float(counters["optimizer_steps"]), device=parameter.device)
-                self.optimizer.state[parameter] = state
+            moments = {key: tensors[f"{key}.{name}"] for key in SAVED if f"{key}.{name}" in tensors}
+            if moments:
+                write_moments(self.optimizer, parameter, moments, counters["optimizer_steps"])
         self.load_schedule(counters["schedule_steps"])
 
     def load_schedule(self, steps: int) -> None:
         self.scheduler.last_epoch = steps
         rates = [base * scale(steps) for base, scale in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)]
-        for group, rate in zip(self.optimizer.param_groups, rates):
-            group["lr"] = rate
+        set_rates(self.optimizer, rates)
         self.scheduler._last_lr = rates
 
 

@@ -17,8 +17,8 @@ from comlrl.processes import World
 from comlrl.rollouts import TreeShape
 from comlrl.trainers.reinforce_config import MAGRPOConfig
 
-# Bytes a trained parameter: fp32 weight, gradient, and the two moments of AdamW.
-WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
+# Bytes a trained parameter: fp32 weight, gradient, and the two moments of AdamW by `args.optimizer`.
+WEIGHT, GRADIENT, MOMENTS = 4, 4, {"adamw": 8, "adamw_8bit": 2}
 
 
 def model_size(member: Member) -> tuple[int, PreTrainedConfig]:
@@ -80,7 +80,7 @@ class Planned:
     divided: bool = True
     frozen_body: bool = False
 
-    def sizes(self, parameters: int, zero: Mapping[str, Any] | None) -> dict[str, float]:
+    def sizes(self, parameters: int, zero: Mapping[str, Any] | None, optimizer: str = "adamw") -> dict[str, float]:
         """Bytes that one process holds, without the KV cache."""
         shares = zero_shares(zero if self.divided else None, self.group.size)
         width = self.member.compute_dtype.itemsize
@@ -90,7 +90,7 @@ class Planned:
         sizes = {
             "weights": parameters * WEIGHT * shares.weights + learned * WEIGHT * shares.masters,
             "gradients": learned * GRADIENT * shares.gradients,
-            "AdamW": learned * MOMENTS * shares.moments,
+            "AdamW": learned * MOMENTS[optimizer] * shares.moments,
         }
         if self.samples:
             needs_copy = shares.copy or self.member.compute_dtype != torch.float32
@@ -167,7 +167,7 @@ def plan_text(
         member, group = model.member, model.group
         parameters, config = model_size(member)
         adapter = adapter_parameters(member)
-        sizes = model.sizes(adapter or parameters, zero)
+        sizes = model.sizes(adapter or parameters, zero, args.optimizer)
         if adapter:
             base = base_bytes(member, parameters)
             sizes = sizes if model.samples else {}  # an agent's reference is the base itself

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comlrl.agents import Agent
-from comlrl.engine import MOMENTS, Engine, Frozen, OptimizerSettings, make_optimizer, make_scheduler
+from comlrl.engine import Engine, Frozen
+from comlrl.optimizers import MOMENTS, OptimizerSettings, make_optimizer, make_scheduler
 from comlrl.placement import Group
 from comlrl.processes import OutOfStep
 

@@ -12,8 +12,8 @@ from tiny_team import build_model, build_tokenizer
 from comlrl.agents import Agent
 from comlrl.api_comparator import ApiComparator, ApiRollouts, ApiSettings
 from comlrl.comparators import CopyComparator, comparator_placement
-from comlrl.engine import OptimizerSettings
 from comlrl.generation import Sampling
+from comlrl.optimizers import OptimizerSettings
 from comlrl.placement import Placement
 from comlrl.processes import World, run_script
 from comlrl.rewards import Rewards

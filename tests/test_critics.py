@@ -22,9 +22,10 @@ from comlrl.critics import (
     policy_and_values,
     value_item,
 )
-from comlrl.engine import Engine, OptimizerSettings
+from comlrl.engine import Engine
 from comlrl.logprobs import completion_logprobs
 from comlrl.models import CausalLMWithValueHead, ValueHead
+from comlrl.optimizers import OptimizerSettings
 from comlrl.rollouts import Node, joint_actions, walk
 from comlrl.trainers import IACTrainer, MAACTrainer
 

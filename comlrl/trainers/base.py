@@ -12,11 +12,12 @@ from comlrl.agents import Agent
 from comlrl.checkpoint import tensor_shapes
 from comlrl.config import escape, to_dict, without_secrets
 from comlrl.data import RowSource
-from comlrl.engine import Engine, Frozen, OptimizerSettings
+from comlrl.engine import Engine, Frozen
 from comlrl.evaluation import Evaluation, evaluate_team
 from comlrl.generation import Sampling
 from comlrl.loading import build_formatters, check_context, check_team, load_references, load_team, resolve_devices
 from comlrl.memory import Limit
+from comlrl.optimizers import OptimizerSettings, check_optimizer
 from comlrl.placement import AgentPool, Group, Placement, check_parallel_training, check_placement
 from comlrl.planning import Planned, plan_team, plan_text
 from comlrl.processes import World, by_deepspeed, process_count
@@ -153,6 +154,7 @@ class TeamTrainer(Checkpointing):
         self.world = World(args.collective_timeout, args.deepspeed_config is not None)
         config = args.deepspeed_config if args.deepspeed_config is not None else self.world.deepspeed_config
         self.zero = read_config(config) if config is not None else None
+        check_optimizer(args.optimizer, self.zero)
         if args.offload_idle and self.zero is not None:
             raise ValueError(
                 "offload_idle=True: DeepSpeed has its own offload; use ds_configs/zero*_offload.json instead"
@@ -237,6 +239,7 @@ class TeamTrainer(Checkpointing):
             args.max_grad_norm,
             args.lr_schedule,
             args.warmup_steps,
+            args.optimizer,
         )
 
     def make_engine(self, agent: Agent, settings: OptimizerSettings, group: Group) -> Engine:

@@ -7,8 +7,8 @@ from typing import Any
 from comlrl.adapters import LoraSettings
 from comlrl.config import option
 from comlrl.credit import ADVANTAGE_MODES
-from comlrl.engine import OPEN_SCHEDULES, PLANNED_SCHEDULES
 from comlrl.losses import LOSS_AGGREGATIONS
+from comlrl.optimizers import OPEN_SCHEDULES, OPTIMIZERS, PLANNED_SCHEDULES
 
 JOINT_MODES = {"aligned": "aligned", "align": "aligned", "cross": "cross", "crossed": "cross"}
 OPTIONAL_COUNTS = (
@@ -84,6 +84,7 @@ class MAGRPOConfig:
     reference_devices: str | list[str] | None = option(None, "device(s) of the references; none: the agents'")
 
     # Optimizer
+    optimizer: str = option("adamw", "adamw, or adamw_8bit: moments in 8 bits (package torchao; not with DeepSpeed)")
     agent_learning_rate: float = option(5e-6, "AdamW's learning rate")
     lr_schedule: str = option("constant", f"{', '.join(OPEN_SCHEDULES + PLANNED_SCHEDULES)}")
     warmup_steps: int = option(0, "optimizer steps from 0 up to the learning rate")
@@ -131,6 +132,7 @@ class MAGRPOConfig:
         self._choose("loss_aggregation", LOSS_AGGREGATIONS)
         self._choose("reference_kl_in", ("loss", "return"))
         self._choose("lr_schedule", OPEN_SCHEDULES + PLANNED_SCHEDULES)
+        self._choose("optimizer", OPTIMIZERS)
         self._choose("nonfinite", ("raise", "skip"))
         self._choose("reward_on_error", ("raise", "skip"))
         self._choose("checkpoint_full_disk", ("stop", "continue"))
