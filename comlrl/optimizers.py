@@ -100,10 +100,16 @@ def write_moments(
         for key in MOMENTS:
             value = tensors[key].to(parameter.device)
             state[key] = optimizer._new_buffer(parameter.detach(), key == "exp_avg")  # type: ignore[attr-defined]
-            state[key].copy_(value)
             if f"{key}_scale" in tensors:
-                state[key].scale.copy_(tensors[f"{key}_scale"])
-                scaled = value.view(len(state[key].scale), -1) / state[key].scale.clamp(min=1e-30).unsqueeze(1)
-                middles = (state[key].qmap[1:] + state[key].qmap[:-1]) / 2
-                state[key].codes.copy_(torch.bucketize(scaled, middles).view_as(value))
+                set_codes(state[key], value, tensors[f"{key}_scale"])
+            else:
+                state[key].copy_(value)
     optimizer.state[parameter] = state
+
+
+def set_codes(moment: Any, value: Tensor, scale: Tensor) -> None:
+    """Give one of torchao's tensors the very codes that `value` was read from, at the scales of its blocks."""
+    moment.scale.copy_(scale)
+    scaled = value.view(len(moment.scale), -1) / moment.scale.clamp(min=1e-30).unsqueeze(1)
+    middles = (moment.qmap[1:] + moment.qmap[:-1]) / 2
+    moment.codes.copy_(torch.bucketize(scaled, middles).view_as(value))

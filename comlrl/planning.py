@@ -18,7 +18,8 @@ from comlrl.rollouts import TreeShape
 from comlrl.trainers.reinforce_config import MAGRPOConfig
 
 # Bytes a trained parameter: fp32 weight, gradient, and the two moments of AdamW by `args.optimizer`.
-WEIGHT, GRADIENT, MOMENTS = 4, 4, {"adamw": 8, "adamw_8bit": 2}
+WEIGHT, GRADIENT = 4, 4
+MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2}
 
 
 def model_size(member: Member) -> tuple[int, PreTrainedConfig]:
@@ -80,7 +81,7 @@ class Planned:
     divided: bool = True
     frozen_body: bool = False
 
-    def sizes(self, parameters: int, zero: Mapping[str, Any] | None, optimizer: str = "adamw") -> dict[str, float]:
+    def sizes(self, parameters: int, zero: Mapping[str, Any] | None, optimizer: str) -> dict[str, float]:
         """Bytes that one process holds, without the KV cache."""
         shares = zero_shares(zero if self.divided else None, self.group.size)
         width = self.member.compute_dtype.itemsize
@@ -90,7 +91,7 @@ class Planned:
         sizes = {
             "weights": parameters * WEIGHT * shares.weights + learned * WEIGHT * shares.masters,
             "gradients": learned * GRADIENT * shares.gradients,
-            "AdamW": learned * MOMENTS[optimizer] * shares.moments,
+            "AdamW": learned * MOMENT_BYTES[optimizer] * shares.moments,
         }
         if self.samples:
             needs_copy = shares.copy or self.member.compute_dtype != torch.float32

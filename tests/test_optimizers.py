@@ -9,7 +9,10 @@ from stopping import assert_same_run, build, interrupted, state_of
 from tiny_team import build_model, build_tokenizer
 
 from comlrl.engine import Engine
+from comlrl.loading import Member
 from comlrl.optimizers import OptimizerSettings, read_moments
+from comlrl.placement import ALONE
+from comlrl.planning import Planned
 from comlrl.trainers import MAGRPOTrainer
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +28,6 @@ class Wide(MAGRPOTrainer):
 
 @pytest.fixture
 def eager():
-    pytest.importorskip("torchao")
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -71,6 +73,19 @@ def test_moments_in_8_bits_are_near_those_in_32(eager):
     assert torch.allclose(moments["adamw_8bit"], moments["adamw"], atol=0.02)
     far = (moved["adamw_8bit"] - moved["adamw"]).norm() / moved["adamw"].norm()
     assert 0 < far < 0.05
+
+
+def test_moments_leave_the_device_with_their_model(eager):
+    staying, leaving = (build(Wide, optimizer="adamw_8bit", offload_idle=idle, max_steps=3) for idle in (False, True))
+    for trainer in (staying, leaving):
+        trainer.train()
+    assert_same_run(staying, leaving)
+
+
+def test_the_plan_counts_two_bytes_a_parameter():
+    member = Member("agent_0", "tiny", "tiny", torch.device("cpu"), torch.float32, {})
+    sizes = [Planned(member, ALONE).sizes(1000, None, name) for name in ("adamw", "adamw_8bit")]
+    assert [size["AdamW"] for size in sizes] == [8000, 2000]
 
 
 def test_where_it_cannot_be_had(monkeypatch):
