@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 CHUNK = 2**24  # logits made at once: 64 MiB in fp32, of which backward makes a few copies
+PIECE = 2**18  # numbers in fp32 of one chunk at a time: 1 MiB, which stays in a core's cache
 KEPT = 2**26  # logits that a forward keeps for backward at most; of more, each chunk is made again in backward
 
 Finish = Callable[[Tensor], Tensor]  # what a model does to the output of its language-model head, number by number
@@ -189,15 +191,58 @@ def logits_logprobs(logits: Tensor, ids: Tensor, temperature: float, entropy: st
 
     `entropy`: "value" has no gradient (to log), "gradient" has one (for a bonus), "none" is 0.
     """
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    normalizer = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, ids[:, None])[:, 0] - normalizer
-    if entropy == "none":
-        return logprobs, torch.zeros_like(logprobs)
-    with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
-        return logprobs, row_entropy(logits - normalizer[:, None])
+    return PickedLogProbs.apply(logits, ids, temperature, entropy)
+
+
+class PickedLogProbs(torch.autograd.Function):
+    """`logits_logprobs` and its gradient, some rows at a time.
+
+    Autograd would hold several [T, V] in fp32, and what takes its time is fetching them from memory. Here only the
+    logits are kept, as the head made them; with p the probabilities, l their logarithms and H the entropy:
+
+        d log-prob / d logit_j = ([j = id] - p_j) / temperature
+        d H / d logit_j = -p_j (l_j + H) / temperature
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float, entropy: str) -> tuple[Tensor, Tensor]:
+        normalizer = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        logprobs, entropies = torch.empty_like(normalizer), torch.zeros_like(normalizer)
+        for rows in row_slices(logits):
+            scaled = logits[rows].float() / temperature
+            normalizer[rows] = scaled.logsumexp(-1)
+            logprobs[rows] = scaled.gather(-1, ids[rows, None])[:, 0] - normalizer[rows]
+            if entropy != "none":
+                entropies[rows] = row_entropy(scaled - normalizer[rows, None])
+        ctx.save_for_backward(logits, ids, normalizer, entropies)
+        ctx.temperature = temperature
+        if entropy != "gradient":
+            ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor, None, None, None]:
+        logits, ids, normalizer, entropies = ctx.saved_tensors
+        if of_logprob is None:  # a loss of entropies alone
+            of_logprob = torch.zeros_like(normalizer)
+        gradient = torch.empty_like(logits)
+        for rows in row_slices(logits):
+            logs = (logits[rows].float() / ctx.temperature).sub_(normalizer[rows, None])
+            weight = of_logprob[rows, None]
+            if of_entropy is not None:
+                weight = torch.addcmul(weight, of_entropy[rows, None], logs + entropies[rows, None])
+            piece = logs.exp_().mul_(-weight)
+            piece.scatter_add_(-1, ids[rows, None], of_logprob[rows, None])
+            gradient[rows] = piece.div_(ctx.temperature)
+        return gradient, None, None, None
+
+
+def row_slices(logits: Tensor) -> list[slice]:
+    """On a GPU all rows at once: there, launching costs more than memory does."""
+    rows = len(logits) if logits.is_cuda else max(1, PIECE // logits.shape[-1])
+    return [slice(start, start + rows) for start in range(0, len(logits), rows)]
 
 
 def token_logprobs(
