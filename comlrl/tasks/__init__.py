@@ -11,7 +11,8 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from comlrl.config import convert, load_object, nearest
@@ -41,7 +42,7 @@ class Task:
     """Rows, prompts and scores of one task for n agents.
 
     ``score(row, texts)`` gets one text an agent and returns the total and its named parts. ``transition``
-    makes the n prompts of the next turn from ``prompt, agent_completions, num_agents,
+    makes the n prompts of the next turn, as the agents get them, from ``prompt, agent_completions, num_agents,
     prompt_history_per_agent, response_history_per_agent, batch_item``, all given by keyword. Where the score
     depends on the turn, ``row_of_turn(row, prompt)`` returns what ``score`` gets as row when agent 0's prompt
     is ``prompt``.
@@ -94,7 +95,12 @@ def load_task(spec: str, num_agents: int, task_args: Mapping[str, Any] | None = 
         raise ValueError(f"task={spec!r}: {len(task.formatters)} formatters for num_agents={num_agents}")
     if len(task.train_rows) == 0:
         raise ValueError(f"task={spec!r}: train_rows is empty")
-    return task
+    return replace(task, formatters=[partial(first_or_told, formatter=formatter) for formatter in task.formatters])
+
+
+def first_or_told(row: Row, external_prompts: Prompt | None = None, *, formatter: Callable[[Row], Prompt]) -> Prompt:
+    """A task's formatters make the first prompts; those of later turns its transition makes, as they are."""
+    return formatter(row) if external_prompts is None else external_prompts
 
 
 def load_rewards(reward: Any, task: Task) -> tuple[list[Callable], list[float]]:

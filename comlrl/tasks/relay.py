@@ -57,8 +57,8 @@ def relay(num_agents: int = 2, copies: int = 8, weather: float = 1.5, seed: int 
     )
 
 
-def format_row(row: Row, external_prompts: Prompt | None = None, key: str = "prompt") -> Prompt:
-    return row[key] if external_prompts is None else external_prompts
+def format_row(row: Row, key: str) -> Prompt:
+    return row[key]
 
 
 def stake(row: Row, first: Sequence[int]) -> float:
