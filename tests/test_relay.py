@@ -39,7 +39,6 @@ def test_neither_agent_reads_what_the_other_one_knows():
         assert [formatter(row) for formatter in task.formatters] == [row["prompt"], row["wind"]]
         for first, second in product(SYMBOLS, repeat=2):
             told = task.transition(prompt="", agent_completions=[first, second], num_agents=2, batch_item=row)
-            assert [task.formatters[i](row, external_prompts=told[i]) for i in range(2)] == told
             assert seen.setdefault((row["wind"], second), told[1]) == told[1]
             assert told[0] == f"{row['prompt']}{first}{second}>"
 
